@@ -1,0 +1,1 @@
+"""Build a case, run it in isolation, judge it, explain it."""

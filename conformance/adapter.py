@@ -1,0 +1,155 @@
+"""The contract between the suite and a backend: what an adapter gets (`Case`), returns (`Outputs`) and declares (`Capabilities`).
+
+An adapter is a class, an instance or a module with one required callable, `run(case, plan=None) -> Outputs`. Everything else
+is optional: `name`, `capabilities`, `support(spec)`, `workspace_bytes(case)`, `plan(case)`. docs/adapters.md is the vendor's page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sacts.reference.numerics import Numerics
+from sacts.reference.spec import AttentionSpec, DType, Hints
+
+if TYPE_CHECKING:
+    import torch
+
+PADDING = -1  # the sentinel in raw candidate lists
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, on the adapter's device. Shapes, dtypes and strides of every field: docs/adapters.md.
+
+    `out`, `lse` and `workspace` are buffers that the backend may write into; they stand between guard zones.
+    """
+
+    spec: AttentionSpec
+    hints: Hints
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    workspace: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """out [num_tokens, num_qo_heads, head_dim_vo] in the dtype of q; lse [num_tokens, num_qo_heads] FP32, or None where the
+    backend has none. `path`: the path taken, `native` or `fallback(reason)`, where the backend knows; it must be the declared one.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    path: str | None = None
+
+
+class LseBase(StrEnum):
+    """The base of the logarithm in a backend's lse."""
+
+    NATURAL = "natural"
+    TWO = "2"
+
+
+class Consumes(StrEnum):
+    """Which lists a backend takes: `RAW` (duplicates and padding: it normalises itself) or `VALIDATED` (sorted, unique)."""
+
+    RAW = "raw"
+    VALIDATED = "validated"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend declares; the defaults are assumed of one that declares nothing.
+
+    `numerics` by dtype; a dtype that is not in it has `Numerics.default`. `empty_lse`: lse of a row without edges.
+    """
+
+    consumes: Consumes = Consumes.VALIDATED
+    lse_base: LseBase = LseBase.NATURAL
+    empty_lse: float = float("-inf")
+    numerics: Mapping[DType, Numerics] = field(default_factory=dict)
+
+    def numerics_of(self, dtype: DType) -> Numerics:
+        """The numerics contract for one dtype."""
+        return self.numerics.get(dtype, Numerics.default(dtype))
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a backend serves a spec: the only status words are native, fallback(reason) and refused(reason)."""
+
+    status: str
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status not in ("native", "fallback", "refused"):
+            raise ValueError(f"status must be native, fallback or refused, got {self.status!r}")
+        if (self.status == "native") == bool(self.reason):
+            raise ValueError(f"{self.status} {'takes no' if self.status == 'native' else 'needs a'} reason")
+
+    def __str__(self) -> str:
+        return f"{self.status}({self.reason})" if self.reason else self.status
+
+
+NATIVE = Support("native")
+
+
+def fallback(reason: str) -> Support:
+    """Served by another path than the sparse one, whose numbers are judged all the same."""
+    return Support("fallback", reason)
+
+
+def refused(reason: str) -> Support:
+    """Not served: `run` must raise `Refused`."""
+    return Support("refused", reason)
+
+
+class Refused(Exception):
+    """Raised by `run` for a spec that the backend does not serve."""
+
+
+class Adapter(Protocol):
+    """The one required member; the optional ones are read with `Backend`."""
+
+    def run(self, case: Case, plan: Any = None) -> Outputs:
+        """Compute attention for `case`."""
+
+
+class Backend:
+    """An adapter with its optional members filled in. Raises TypeError, naming the member, for one that is no adapter."""
+
+    def __init__(self, adapter: Any) -> None:
+        self.adapter = adapter
+        if not callable(getattr(adapter, "run", None)):
+            raise TypeError(f"{adapter!r} is no adapter: it has no callable `run(case, plan=None)`")
+        self.capabilities = getattr(adapter, "capabilities", Capabilities())
+        if not isinstance(self.capabilities, Capabilities):
+            raise TypeError(f"capabilities must be a Capabilities, got {type(self.capabilities).__name__}")
+
+    def support(self, spec: AttentionSpec) -> Support:
+        """The declared status; native where the adapter declares none."""
+        declare = getattr(self.adapter, "support", None)
+        support = declare(spec) if declare else NATIVE
+        if not isinstance(support, Support):
+            raise TypeError(f"support(spec) must return a Support, got {type(support).__name__}")
+        return support
+
+    def workspace_bytes(self, case: Case) -> int:
+        """Bytes of workspace that the adapter asks for; 0 where it asks for none."""
+        size = getattr(self.adapter, "workspace_bytes", None)
+        return int(size(case)) if size else 0
+
+    def run(self, case: Case) -> Outputs:
+        """Plan where the adapter plans, then run."""
+        plan = getattr(self.adapter, "plan", None)
+        return self.adapter.run(case, plan(case)) if plan else self.adapter.run(case)  # type: ignore[no-any-return]

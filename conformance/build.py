@@ -1,0 +1,218 @@
+"""Cell -> Problem: everything a cell decides except the values of q, K and V, in NumPy.
+
+The seed is the cell's id and the replicate, nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sacts.matrices.cell import Cell
+from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
+from sacts.reference.forward import Inputs, edges
+from sacts.reference.paging import PagedCache, PageTable
+from sacts.reference.spec import AttentionSpec, CausalRule, DType, Hints
+
+from .adapter import PADDING
+from .draw import Array, Draw, Ints
+
+WINDOW, SINKS = 16, 4  # of the pattern `union`
+STALE_COLUMNS = 2  # page-table columns beyond the longest request
+EXAMPLE_TOKENS, EXAMPLE_PAGES = (1, 2, 63, 64, 65, 127), (41, 7)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A spec with its candidates and paging. `pages` [L]: the physical pages that hold data, sorted: those of the requests and
+    decoys that none owns. A slot is (live page index, offset); `slot_request` [L, page_size] is its owner or -1, `slot_token`
+    its logical position there.
+    """
+
+    cell: Cell
+    replicate: int
+    spec: AttentionSpec
+    hints: Hints
+    table: PageTable
+    raw: CandidateLists
+    candidates: ValidatedCandidates
+    pages: Ints
+    slot_request: Ints
+    slot_token: Ints
+
+    def draw(self, *purpose: object) -> Draw:
+        """The stream of this problem for one purpose."""
+        return Draw(self.cell.id, self.replicate, *purpose)
+
+    @cached_property
+    def needed(self) -> NDArray[np.bool_]:
+        """Slots that some row attends: [L, page_size, num_kv_heads]. Nothing else may influence a result."""
+        rows, t, _ = edges(self.spec, self.candidates)
+        token, head = np.divmod(rows, self.spec.num_kv_heads)
+        request = np.asarray(self.spec.token_request, np.int64)[token]
+        page, offset = np.divmod(t, self.spec.page_size)
+        needed = np.zeros((*self.slot_request.shape, self.spec.num_kv_heads), bool)
+        needed[np.searchsorted(self.pages, self.table.table[request, page]), offset, head] = True
+        return needed
+
+    def inputs(self, q: Array, k: Array, v: Array) -> Inputs:
+        """Values for this problem: q [tokens, heads, d], k and v [L, page_size, num_kv_heads, d]."""
+        return Inputs(q, PagedCache(self.pages, k), PagedCache(self.pages, v))
+
+
+def build(cell: Cell, replicate: int = 0) -> Problem:
+    """The problem of a cell. The same arguments give the same problem on any machine."""
+    spec = AttentionSpec(
+        num_qo_heads=cell.heads[0],
+        num_kv_heads=cell.heads[1],
+        head_dim_qk=cell.dim,
+        head_dim_vo=cell.dim,
+        page_size=cell.page,
+        seq_lens=cell.kv,
+        qo_lens=cell.qo_lens,
+        dtype=DType(cell.dtype),
+        sm_scale=0.75 / math.sqrt(cell.dim),  # not the usual default, so that a backend that ignores it is found
+        block_size=cell.block,
+        causal=CausalRule(cell.causal),
+        window_left=cell.window,
+    )
+    draw = Draw(cell.id, replicate, "layout")
+    table, pages = _PAGE_MAPS[cell.map](spec, draw)
+    raw = _raw_lists(cell, spec, draw)
+    slot_request = np.full((len(pages), spec.page_size), -1, np.int64)
+    slot_token = np.zeros_like(slot_request)
+    for request, seq_len in enumerate(spec.seq_lens):
+        for page in range(_page_count(seq_len, spec.page_size)):
+            live = np.searchsorted(pages, table.table[request, page])
+            slot_request[live] = request
+            slot_token[live] = page * spec.page_size + np.arange(spec.page_size)
+    return Problem(
+        cell=cell,
+        replicate=replicate,
+        spec=spec,
+        hints=Hints(num_splits=cell.splits, kv_tile=cell.tile),
+        table=table,
+        raw=raw,
+        candidates=validate(spec, raw, table, sentinels=(PADDING,)),
+        pages=pages,
+        slot_request=slot_request,
+        slot_token=slot_token,
+    )
+
+
+# --- pages
+
+
+def _page_count(seq_len: int, page_size: int) -> int:
+    return -(-seq_len // page_size)
+
+
+def _table(spec: AttentionSpec, pages: Ints, num_pages: int, decoys: Ints) -> tuple[PageTable, Ints]:
+    """Deal `pages` to the requests in turn; the columns beyond are stale: decoys, and pages of other requests."""
+    counts = [_page_count(seq_len, spec.page_size) for seq_len in spec.seq_lens]
+    stale = np.concatenate((decoys, pages))
+    table = np.resize(stale, (spec.num_requests, max(counts) + STALE_COLUMNS))
+    owned, start = [], 0
+    for request, count in enumerate(counts):
+        mine = pages[start : start + count]
+        others = np.setdiff1d(stale, mine, assume_unique=True)
+        table[request] = np.resize(others[::-1], table.shape[1])
+        table[request, :count] = mine
+        owned.append(frozenset(mine.tolist()))
+        start += count
+    live = np.unique(stale)
+    return PageTable(table, spec.page_size, num_pages, tuple(owned)), live
+
+
+def _total_pages(spec: AttentionSpec) -> int:
+    return sum(_page_count(seq_len, spec.page_size) for seq_len in spec.seq_lens)
+
+
+def _random_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
+    total = _total_pages(spec)
+    num_pages = total + total // 2 + 3
+    order = 1 + draw.permutation(num_pages - 1)  # page 0 belongs to nobody, as in most pools
+    return _table(spec, order[:total], num_pages, np.concatenate((np.zeros(1, np.int64), order[total:])))
+
+
+def _identity_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
+    total = _total_pages(spec)
+    return _table(spec, np.arange(total), total + 2, np.arange(total, total + 2))
+
+
+def _high_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
+    total = _total_pages(spec)
+    page_elements = spec.page_size * spec.num_kv_heads * spec.head_dim_qk
+    first = 2**31 // page_elements + 1
+    order = first + draw.permutation(total + 4)
+    return _table(spec, order[:total], first + total + 4, np.concatenate((np.zeros(1, np.int64), order[total:])))
+
+
+def _example_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
+    pages = np.asarray(EXAMPLE_PAGES, np.int64)
+    return _table(spec, pages, 48, np.setdiff1d(np.arange(48), pages))
+
+
+_PAGE_MAPS: dict[str, Callable[[AttentionSpec, Draw], tuple[PageTable, Ints]]] = {
+    "random": _random_pages,
+    "identity": _identity_pages,
+    "high": _high_pages,
+    "example": _example_pages,
+}
+
+# --- candidate lists
+
+
+def _scattered(n: int, draw: Draw) -> Ints:
+    return draw.permutation(n)[: -(-n // 4)]
+
+
+def _clustered(n: int, draw: Draw) -> Ints:
+    run = max(1, n // 6)
+    starts = (draw.integer(0, max(1, n // 2 - run)), draw.integer(n // 2, max(n // 2 + 1, n - run)))
+    entries = np.unique(np.concatenate([np.arange(start, start + run) for start in starts]))
+    return entries[entries < n][::-1]
+
+
+def _duplicates(n: int, draw: Draw) -> Ints:
+    entries = _scattered(n, draw)
+    entries = np.concatenate((entries, entries[::3]))
+    entries = entries[draw.permutation(len(entries))]
+    middle = len(entries) // 2
+    padding = np.full(2, PADDING, np.int64)
+    return np.concatenate((padding[:1], entries[:middle], padding, entries[middle:], padding[:1]))
+
+
+def _union(n: int, draw: Draw) -> Ints:
+    return np.concatenate((_scattered(n, draw), np.arange(max(0, n - WINDOW), n), np.arange(min(n, SINKS))))
+
+
+_PATTERNS: dict[str, Callable[[int, Draw], Ints]] = {
+    "scattered": _scattered,
+    "clustered": _clustered,
+    "all": lambda n, draw: draw.permutation(n),
+    "one": lambda n, draw: draw.permutation(n)[:1],
+    "empty": lambda n, draw: np.zeros(0, np.int64),
+    "duplicates": _duplicates,
+    "union": _union,
+    "example": lambda n, draw: np.asarray(EXAMPLE_TOKENS, np.int64),
+}
+
+
+def _raw_lists(cell: Cell, spec: AttentionSpec, draw: Draw) -> CandidateLists:
+    """One list per row, over the entries that the row may name: token lists end at a causal query's own position."""
+    lists = []
+    for request, position in zip(spec.token_request, spec.token_position, strict=True):
+        tokens = spec.seq_lens[request]
+        if spec.block_size == 1 and spec.causal is not CausalRule.NONE:
+            tokens = min(tokens, max(0, position + 1))
+        entries = -(-tokens // spec.block_size)
+        for _ in range(spec.num_kv_heads):
+            lists.append(_PATTERNS[cell.pattern](entries, draw) if entries else np.zeros(0, np.int64))
+    lengths = [len(entries) for entries in lists]
+    return CandidateLists(np.cumsum([0, *lengths]), np.concatenate([np.zeros(0, np.int64), *lists]))

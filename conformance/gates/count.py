@@ -1,0 +1,173 @@
+"""The count witness and its decoding step: a missing or doubled candidate is named by row and token, without a look inside.
+
+Detection takes one launch: logits are all equal, V holds +-1 codes, so out is the mean code and lse is ln k, almost to the bit.
+Decoding makes V one-hot over physical slots, so that out *is* the probability row (GATES.md section 7, tomography).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sacts.reference.bounds import Expected
+from sacts.reference.forward import Inputs, edges
+from sacts.reference.spec import Hints
+from sacts.reports.records import Finding, Gate
+
+from ..build import Problem
+from ..launch import Launcher, Observed, place_of
+from .intervals import largest, out_use
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_SLOTS = 4096  # physical (slot, KV head) pairs that one decoding looks at
+NAMED = 4  # tokens named in a sentence
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Physical (live page, offset, KV head) triples in the order in which they are probed."""
+
+    page: Ints
+    offset: Ints
+    head: Ints
+
+    def __len__(self) -> int:
+        return len(self.page)
+
+
+def sensitive(expected: Expected) -> bool:
+    """Whether each row with a bound would show the loss of any one candidate: with opposite codes the mean moves by at least
+    about 1/k in some channel, more than the interval is wide there.
+    """
+    k = expected.edges
+    rows = k > 1
+    if not rows.any():
+        return True
+    moved = (1 - np.abs(expected.out)) / np.maximum(k - 1, 1)[..., None]
+    width = np.maximum(expected.out_hi - expected.out, expected.out - expected.out_lo)
+    return bool((moved > width).any(axis=-1)[rows].all())
+
+
+def judge_count(
+    launcher: Launcher, problem: Problem, inputs: Inputs, expected: Expected, observed: Observed, hints: Hints
+) -> Finding | None:
+    """Requirement: each row attends exactly its candidates, each once (set), and its denominator counts the same edges."""
+    use = out_use(expected, observed, problem.spec.dtype)
+    if largest(use) <= 1:
+        return None
+    token, head, channel = (int(i) for i in np.unravel_index(int(use.argmax()), use.shape))
+    place = place_of(problem.spec, token, head)
+    slots = _probed(problem, token)
+    weights, mass = _probability_row(launcher, problem, inputs, slots, token, head, hints)
+    k = int(expected.edges[token, head])
+    gate, words = _explain(problem, slots, weights, mass, token, head, k)
+    if not words:
+        at = token, head, channel
+        words = (
+            f"channel {channel} of the mean code is {observed.out[at]:.7g}, allowed {expected.out_lo[at]:.7g} to "
+            f"{expected.out_hi[at]:.7g}, yet the decoded membership is right"
+        )
+    rows = int((use > 1).any(axis=-1).sum())
+    sentence = f"{place}: {words}" + (f" ({rows} of {use.shape[0] * use.shape[1]} output rows are wrong)" if rows > 1 else "")
+    return Finding(gate, place, sentence, use=float(use[token, head, channel]))
+
+
+def _probed(problem: Problem, token: int) -> Slots:
+    """All slots, those of the row's own request first."""
+    request = problem.spec.token_request[token]
+    page, offset, head = np.nonzero(np.ones_like(problem.needed))
+    own = problem.slot_request[page, offset] == request
+    order = np.argsort(~own, kind="stable")[:MAX_SLOTS]
+    return Slots(page[order], offset[order], head[order])
+
+
+def _probability_row(
+    launcher: Launcher, problem: Problem, inputs: Inputs, slots: Slots, token: int, head: int, hints: Hints
+) -> tuple[Array, float]:
+    """The weight of each slot in one output row, and the denominator in units of one edge: e^lse (NaN without lse)."""
+    channels = problem.spec.head_dim_vo
+    weights, mass = [], np.nan
+    for start in range(0, len(slots), channels):
+        part = slice(start, start + channels)
+        v = np.zeros_like(inputs.v.data)
+        n = len(slots.page[part])
+        v[slots.page[part], slots.offset[part], slots.head[part], np.arange(n)] = 1.0
+        observed = launcher(problem, inputs._replace(v=replace(inputs.v, data=v)), hints=hints)
+        weights.append(observed.out[token, head, :n])
+        mass = mass if observed.lse is None else float(np.exp(observed.lse[token, head]))
+    return np.concatenate(weights), mass
+
+
+def _explain(
+    problem: Problem, slots: Slots, weights: Array, mass: float, token: int, qo_head: int, k: int
+) -> tuple[Gate, str]:
+    """Compare the decoded row with the candidate list, in words; an empty text where nothing differs."""
+    expected = _expected_counts(problem, slots, token, qo_head)
+    if not np.isfinite(weights).all():
+        return Gate.COUNT, "its weights are not finite"
+    inside = weights[expected > 0]
+    unit = float(np.median(inside[inside > 0])) if (inside > 0).any() else float(weights.max(initial=0.0)) or 1.0
+    times = weights / unit
+    counts = np.rint(times)
+    if (np.abs(times - counts) > 0.2).any():
+        worst = int(np.abs(weights - expected / max(k, 1)).argmax())
+        return Gate.COUNT, (
+            f"{_name(problem, slots, worst, token)} has weight {weights[worst]:.6g} instead of {expected[worst]:.0f}/{k}"
+        )
+    total = weights.sum()
+    parts = [
+        f"{verb} {names}"
+        for verb, chosen in (
+            ("missing", (expected > 0) & (counts == 0)),
+            ("counted more than once:", (expected > 0) & (counts > 1)),
+            ("attended without being a candidate:", (expected == 0) & (counts > 0)),
+        )
+        if (names := _names(problem, slots, np.flatnonzero(chosen), token, weights, k))
+    ]
+    if parts:
+        return Gate.COUNT, "; ".join(parts)
+    if k and abs(total - 1) > 0.25 / k:
+        counted = f"; e^lse is {mass:.5g}" if np.isfinite(mass) else ""
+        return Gate.LSE, (
+            f"its {k} weights are equal but sum to {total:.5g}: the denominator counts {k / total:.4g} edges, "
+            f"the numerator {k}{counted}"
+        )
+    return Gate.COUNT, ""
+
+
+def _expected_counts(problem: Problem, slots: Slots, token: int, qo_head: int) -> Array:
+    spec = problem.spec
+    rows, t, count = edges(spec, problem.candidates)
+    kv_head = qo_head // spec.group_size
+    mine = rows == token * spec.num_kv_heads + kv_head
+    times = dict(zip(t[mine].tolist(), count[mine].tolist(), strict=True))
+    own = (problem.slot_request[slots.page, slots.offset] == spec.token_request[token]) & (slots.head == kv_head)
+    positions = problem.slot_token[slots.page, slots.offset]
+    return np.array([times.get(int(p), 0) if o else 0 for p, o in zip(positions, own, strict=True)], np.float64)
+
+
+def _names(problem: Problem, slots: Slots, chosen: Ints, token: int, weights: Array, k: int) -> str:
+    def one(i: int) -> str:
+        return f"{_name(problem, slots, i, token)} (weight {weights[i]:.6g}, an edge has 1/{k})"
+
+    named = ", ".join(one(int(i)) for i in chosen[:NAMED])
+    return named + (f" and {len(chosen) - NAMED} more" if len(chosen) > NAMED else "")
+
+
+def _name(problem: Problem, slots: Slots, i: int, token: int) -> str:
+    spec = problem.spec
+    page, offset, head = int(slots.page[i]), int(slots.offset[i]), int(slots.head[i])
+    physical = int(problem.pages[page])
+    owner, position = int(problem.slot_request[page, offset]), int(problem.slot_token[page, offset])
+    request = spec.token_request[token]
+    where = f"physical page {physical} offset {offset}, KV head {head}"
+    if owner < 0:
+        return f"a slot of no request ({where})"
+    if owner != request:
+        return f"token {position} of request {owner} ({where})"
+    tail = f" beyond T = {spec.seq_lens[request]}" if position >= spec.seq_lens[request] else ""
+    return f"token {position}{tail} (logical page {position // spec.page_size} -> {where})"

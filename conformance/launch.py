@@ -1,0 +1,236 @@
+"""Launch a backend on one problem and hold it to the contract: what it may touch, and what it must return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sacts.reference.forward import Inputs
+from sacts.reference.spec import AttentionSpec, Hints
+from sacts.reports.records import Finding, Gate
+
+from . import tensors
+from .adapter import Backend, Case, Consumes, LseBase, Outputs, Refused, Support
+from .build import Problem
+
+Array = NDArray[np.float64]
+
+WHOLE = "the whole launch"
+
+
+class ContractBroken(Exception):
+    """The backend broke the contract; `.finding` says how."""
+
+    def __init__(self, sentence: str, place: str = WHOLE) -> None:
+        self.finding = Finding(Gate.CONTRACT, place, sentence)
+        super().__init__(sentence)
+
+
+class AdapterRaised(Exception):
+    """The adapter raised; `__cause__` is its exception."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What came back. out [tokens, heads, d_vo] and lse [tokens, heads] (converted to natural log, empty rows -inf) in FP64,
+    with the raw bits of both; lse is None where the backend has none.
+    """
+
+    out: Array
+    lse: Array | None
+    out_bits: NDArray[np.int64]
+    lse_bits: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What must not matter: the byte that the workspace is filled with, and how far the stale page-table columns are turned."""
+
+    workspace_byte: int = 0xFF
+    stale_shift: int = 0
+
+
+CLEAN = Surroundings()
+
+
+class Launcher:
+    """Runs one backend on one device. `on_launch(first)` is called before each launch: the time limit starts there."""
+
+    def __init__(self, backend: Backend, device: str, on_launch: Callable[[bool], None] = lambda first: None) -> None:
+        self.backend = backend
+        self.device = device
+        self._on_launch = on_launch
+        self._launched: set[AttentionSpec] = set()
+        self._returns_own: bool | None = None
+
+    def support(self, spec: AttentionSpec) -> Support:
+        """What the backend declares for a spec. Raises AdapterRaised."""
+        try:
+            return self.backend.support(spec)
+        except Exception as error:
+            raise AdapterRaised("support(spec)") from error
+
+    def __call__(
+        self, problem: Problem, inputs: Inputs, *, hints: Hints | None = None, surroundings: Surroundings = CLEAN
+    ) -> Observed:
+        """One launch. Raises ContractBroken, AdapterRaised, or Refused where the backend refuses the spec."""
+        launch = _Launch(self.backend, self.device, problem, inputs, hints or problem.hints, surroundings)
+        self._on_launch(problem.spec not in self._launched)
+        self._launched.add(problem.spec)
+        with _filled_memory(self._returns_own is True):
+            observed, own = launch.run()
+        if own and not self._returns_own:  # its empty tensors were not yet filled with NaN: once more, under the fill
+            self._returns_own = True
+            return self(problem, inputs, hints=hints, surroundings=surroundings)
+        self._returns_own = own
+        return observed
+
+
+@contextmanager
+def _filled_memory(on: bool) -> Iterator[None]:
+    """Let torch fill fresh tensors with NaN, so that an element that the backend never wrote shows."""
+    if not on:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    backend: Backend
+    device: str
+    problem: Problem
+    inputs: Inputs
+    hints: Hints
+    surroundings: Surroundings
+
+    @cached_property
+    def _out(self) -> tensors.Guarded:
+        spec = self.problem.spec
+        shape = (spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo)
+        return tensors.Guarded.make(shape, tensors.TORCH[spec.dtype], self.device)
+
+    @cached_property
+    def _lse(self) -> tensors.Guarded:
+        spec = self.problem.spec
+        return tensors.Guarded.make((spec.num_tokens, spec.num_qo_heads), torch.float32, self.device)
+
+    def _page_table(self) -> NDArray[np.int64]:
+        """The table, its stale columns turned by `stale_shift` among the live pages that the request does not own."""
+        table = self.problem.table.table.copy()
+        if self.surroundings.stale_shift:
+            for request, owned in enumerate(self.problem.table.owned):
+                others = np.array([page for page in self.problem.pages if page not in owned], np.int64)
+                stale = table.shape[1] - len(owned)
+                table[request, len(owned) :] = np.resize(np.roll(others, self.surroundings.stale_shift), stale)
+        return table
+
+    def run(self) -> tuple[Observed, bool]:
+        """The observation, and whether the backend returned tensors of its own instead of the buffers that it was offered."""
+        spec, device = self.problem.spec, self.device
+        q = tensors.to_torch(self.inputs.q, spec.dtype, device)
+        (k, live), (v, _) = (
+            tensors.pool(cache.data, cache.pages, self.problem.table.num_pages, spec.dtype, device)
+            for cache in (self.inputs.k, self.inputs.v)
+        )
+        raw = self.backend.capabilities.consumes is Consumes.RAW
+        lists = self.problem.raw if raw else self.problem.candidates
+        case = Case(
+            spec=spec,
+            hints=self.hints,
+            q=q,
+            k_cache=k,
+            v_cache=v,
+            page_table=tensors.indices(self._page_table(), device),
+            seq_lens=tensors.indices(np.asarray(spec.seq_lens), device),
+            qo_indptr=tensors.indices(np.asarray(spec.qo_indptr), device),
+            kv_indptr=tensors.indices(lists.indptr, device),
+            kv_indices=tensors.indices(lists.indices, device),
+            out=self._out.inner,
+            lse=self._lse.inner,
+            workspace=torch.empty(0, dtype=torch.uint8, device=device),
+        )
+        index_arrays = (case.page_table, case.seq_lens, case.qo_indptr, case.kv_indptr, case.kv_indices)
+
+        def fingerprint() -> dict[str, bytes]:
+            names = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices")
+            return dict(zip(names, map(tensors.digest, (q, k[live], v[live], *index_arrays)), strict=True))
+
+        before = fingerprint()
+        workspace, outputs = self._call(case)
+        after = fingerprint()
+        changed = [name for name in before if before[name] != after[name]]
+        if changed:
+            raise ContractBroken(f"the launch changed its input {', '.join(changed)}", changed[0])
+        for name, buffer in (("out", self._out), ("lse", self._lse), ("workspace", workspace)):
+            if where := buffer.broken():
+                raise ContractBroken(f"the launch wrote outside {name}: {where}", name)
+        return self._observe(outputs), outputs.out.data_ptr() != self._out.inner.data_ptr()
+
+    def _call(self, case: Case) -> tuple[tensors.Guarded, Outputs]:
+        try:
+            size = self.backend.workspace_bytes(case)
+            workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
+            workspace.inner.fill_(self.surroundings.workspace_byte)
+            outputs = self.backend.run(replace(case, workspace=workspace.inner))
+            if self.device.startswith("cuda"):
+                torch.cuda.synchronize(self.device)
+        except Refused:
+            raise
+        except Exception as error:
+            raise AdapterRaised("run(case)") from error
+        return workspace, outputs
+
+    def _observe(self, outputs: Outputs) -> Observed:
+        spec = self.problem.spec
+        if not isinstance(outputs, Outputs):
+            raise ContractBroken(f"run must return Outputs, got {type(outputs).__name__}")
+        shape = (spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo)
+        self._check_tensor("out", outputs.out, shape, tensors.TORCH[spec.dtype])
+        if outputs.lse is not None:
+            self._check_tensor("lse", outputs.lse, shape[:2], torch.float32)
+        declared = str(self.backend.support(spec))
+        if outputs.path is not None and outputs.path != declared:
+            raise ContractBroken(f"the backend took the path {outputs.path}, but declared {declared}")
+        return Observed(
+            out=tensors.to_numpy(outputs.out),
+            lse=None if outputs.lse is None else self._natural(tensors.to_numpy(outputs.lse)),
+            out_bits=tensors.bits(outputs.out),
+            lse_bits=None if outputs.lse is None else tensors.bits(outputs.lse),
+        )
+
+    def _check_tensor(self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise ContractBroken(f"{name} must be a tensor, got {type(tensor).__name__}", name)
+        if tuple(tensor.shape) != shape:
+            raise ContractBroken(f"{name} has shape {tuple(tensor.shape)}, expected {shape}", name)
+        if tensor.dtype != dtype:
+            raise ContractBroken(f"{name} has dtype {tensor.dtype}, expected {dtype}", name)
+        if tensor.device.type != torch.device(self.device).type:
+            raise ContractBroken(f"{name} is on {tensor.device}, expected {self.device}", name)
+        left = tensors.unwritten(tensor)
+        if len(left):
+            token, head = int(left[0][0]), int(left[0][1])
+            place = place_of(self.problem.spec, token, head)
+            raise ContractBroken(f"{place}: {name} was never written ({len(left)} of {tensor.numel()} elements)", place)
+
+    def _natural(self, lse: Array) -> Array:
+        capabilities = self.backend.capabilities
+        lse = np.where(lse == capabilities.empty_lse, -np.inf, lse)
+        return lse * np.log(2.0) if capabilities.lse_base is LseBase.TWO else lse
+
+
+def place_of(spec: AttentionSpec, token: int, qo_head: int) -> str:
+    """An output row in words: its candidate row, and the query head."""
+    row = spec.row(token * spec.num_kv_heads + qo_head // spec.group_size)
+    return f"{row}, query head {qo_head}"

@@ -1,0 +1,102 @@
+"""Input families: the values of q, K and V for a problem, and what each family proves.
+
+K and V are [L, page_size, num_kv_heads, d] over the live pages, decoys and tails included; every value is exact in the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sacts.reference.bounds import GENERIC, Exactness
+from sacts.reference.formats import round_to
+from sacts.reference.forward import Inputs
+
+from ..build import Problem
+from ..draw import Array, Draw
+
+HOT_KEY, HOT_VALUE = 8.0, 1024.0  # stale data in slots that belong to no committed token
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A family: `proves` is the sentence that reports print."""
+
+    name: str
+    proves: str
+    exactness: Exactness
+    inputs: Callable[[Problem], Inputs]
+
+
+def _shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    spec = problem.spec
+    slots = (*problem.slot_request.shape, spec.num_kv_heads)
+    return (
+        (spec.num_tokens, spec.num_qo_heads, spec.head_dim_qk),
+        (*slots, spec.head_dim_qk),
+        (*slots, spec.head_dim_vo),
+    )
+
+
+def _uncommitted(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Slots of tails and of decoy pages: [L, page_size]."""
+    seq_lens = np.asarray(problem.spec.seq_lens, np.int64)
+    owner = problem.slot_request
+    return (owner < 0) | (problem.slot_token >= np.where(owner < 0, 0, seq_lens[owner]))
+
+
+def _random(problem: Problem) -> Inputs:
+    draw = problem.draw("random")
+    q, k, v = (draw.normal(shape) for shape in _shapes(problem))
+    q, k = _VALUES[problem.cell.values](q, k)
+    stale = _uncommitted(problem)
+    k[stale] = HOT_KEY * draw.signs(k[stale].shape)
+    v[stale] = HOT_VALUE
+    return problem.inputs(*(round_to(x, problem.spec.dtype) for x in (q, k, v)))
+
+
+def _equal_keys(q: Array, k: Array) -> tuple[Array, Array]:
+    return q, np.broadcast_to(k[:1, :1, :1], k.shape).copy()
+
+
+_VALUES: dict[str, Callable[[Array, Array], tuple[Array, Array]]] = {
+    "gaussian": lambda q, k: (q, k),
+    "huge": lambda q, k: (10 * q, 10 * k),
+    "equal": _equal_keys,
+}
+
+
+def _count(problem: Problem) -> Inputs:
+    draw = problem.draw("count")
+    q_shape, k_shape, v_shape = _shapes(problem)
+    k = round_to(draw.normal(k_shape), problem.spec.dtype)
+    return problem.inputs(np.zeros(q_shape), k, _paired_codes(problem, draw, v_shape))
+
+
+def _paired_codes(problem: Problem, draw: Draw, shape: tuple[int, ...]) -> Array:
+    """+-1 codes; attended slots of a request and KV head are paired at random, across pages, with opposite codes: a row that
+    attends them all sums to zero, so that one lost or doubled candidate moves the output far beyond its rounding.
+    """
+    v = draw.signs(shape)
+    for request in range(problem.spec.num_requests):
+        mine = problem.needed & (problem.slot_request == request)[..., None]
+        for head in range(problem.spec.num_kv_heads):
+            page, offset = np.nonzero(mine[..., head])
+            order = draw.permutation(len(page))
+            half = len(order) // 2
+            a, b = order[:half], order[half : 2 * half]
+            v[page[b], offset[b], head] = -v[page[a], offset[a], head]
+    return v
+
+
+RANDOM = Probe(
+    "random", "every output and lse element lies within the error that its own inputs allow", GENERIC, _random
+)
+COUNT = Probe(
+    "count",
+    "each row attends exactly its candidates, each once: with equal logits the output is their mean code and lse is ln k",
+    Exactness(equal_logits=True, exact_sums=True),
+    _count,
+)

@@ -1,0 +1,93 @@
+"""The only boundary between NumPy (the suite's world, FP64) and torch (the adapter's)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sacts.reference.spec import DType
+
+Array = NDArray[np.float64]
+
+TORCH = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
+_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.uint8: torch.uint8}
+# A NaN that no arithmetic produces: an output element that still holds it was never written.
+_UNWRITTEN = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA, torch.float32: 0x7FDADADA, torch.uint8: 0xFF}
+_GUARD = 256  # elements before and after each buffer
+
+
+def to_torch(values: Array, dtype: DType, device: str) -> torch.Tensor:
+    """Values that `dtype` holds exactly (or non-finite ones), as a tensor."""
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(values.astype(np.float32)).to(TORCH[dtype]).to(device)
+
+
+def indices(values: NDArray[np.int64], device: str) -> torch.Tensor:
+    """Index arrays travel as int32."""
+    return torch.from_numpy(values.astype(np.int32)).to(device)
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """FP64 values of a floating-point tensor."""
+    return tensor.detach().to("cpu", torch.float64).numpy()
+
+
+def bits(tensor: torch.Tensor) -> NDArray[np.int64]:
+    """The bit patterns of a tensor's elements."""
+    return tensor.detach().contiguous().view(_BITS[tensor.dtype]).cpu().numpy().astype(np.int64)
+
+
+def pool(
+    data: Array, pages: NDArray[np.int64], num_pages: int, dtype: DType, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A KV cache [num_pages, page_size, heads, d] (NHD) whose `pages` hold `data`, and the index of those pages.
+
+    The rest of a large pool is never touched, so it costs address space only.
+    """
+    cache = torch.empty((num_pages, *data.shape[1:]), dtype=TORCH[dtype], device=device)
+    live = torch.from_numpy(pages).to(device)
+    cache[live] = to_torch(data, dtype, device)
+    return cache, live
+
+
+def digest(*tensors: torch.Tensor) -> bytes:
+    """A hash of the tensors' bytes."""
+    state = blake2b()
+    for tensor in tensors:
+        plain = tensor.detach().contiguous().cpu()
+        state.update(plain.view(_BITS.get(plain.dtype, plain.dtype)).numpy().tobytes())
+    return state.digest()
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A buffer between two guard zones, filled with a pattern that no arithmetic produces."""
+
+    whole: torch.Tensor
+    inner: torch.Tensor
+
+    @classmethod
+    def make(cls, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Guarded:
+        """A buffer of `shape`; buffer and guards hold the unwritten pattern."""
+        size = int(np.prod(shape, dtype=np.int64))
+        whole = torch.full((size + 2 * _GUARD,), _UNWRITTEN[dtype], dtype=_BITS[dtype], device=device).view(dtype)
+        return cls(whole, whole[_GUARD : _GUARD + size].view(shape))
+
+    def broken(self) -> str | None:
+        """Where a guard zone was written, in words, or None."""
+        zones = self.whole.view(_BITS[self.whole.dtype])
+        for name, zone in (("before", zones[:_GUARD]), ("behind", zones[-_GUARD:])):
+            changed = (zone != _UNWRITTEN[self.whole.dtype]).nonzero()
+            if len(changed):
+                at = _GUARD - int(changed[-1]) if name == "before" else int(changed[0]) + 1
+                return f"{at} elements {name} it"
+        return None
+
+
+def unwritten(tensor: torch.Tensor) -> NDArray[np.int64]:
+    """Indices [n, ndim] of the elements that still hold the unwritten pattern."""
+    return (tensor.contiguous().view(_BITS[tensor.dtype]) == _UNWRITTEN[tensor.dtype]).nonzero().cpu().numpy()

@@ -1,0 +1,1 @@
+"""What is judged: the bundled Triton kernels, the dense fallback, and the seeded faults."""

@@ -1,0 +1,1 @@
+"""Paged sparse attention in Triton: one kernel for decode and prefill, and the merge of its splits."""

@@ -1,0 +1,84 @@
+"""PyTorch's scaled_dot_product_attention with a dense mask: the declared dense fallback, and the simplest right backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sacts.conformance.adapter import Capabilities, Case, Outputs, Support, fallback
+from sacts.reference.numerics import Numerics
+from sacts.reference.spec import AttentionSpec, CausalRule, DType
+
+
+_HALF = (DType.FP16, DType.BF16)
+
+
+class Adapter:
+    """Gathers the whole committed KV of each request, zeroes what no row attends, and masks."""
+
+    name = "sdpa"
+    capabilities = Capabilities(
+        numerics={
+            DType.FP32: Numerics(p=DType.FP32, out=DType.FP32, unit_p=False, dense=True),
+            # PyTorch's CPU kernel takes a faster exponential for 16-bit types; exp(0) is off by about 3e-5.
+            **{dtype: Numerics(p=dtype, out=dtype, u_exp=1.1e-4, unit_p=False, dense=True) for dtype in _HALF},
+        }
+    )
+
+    def support(self, spec: AttentionSpec) -> Support:
+        """Everything, densely."""
+        return fallback("dense")
+
+    def run(self, case: Case, plan: Any = None) -> Outputs:
+        """One dense call per request."""
+        spec = case.spec
+        lists = case.kv_indptr.tolist()
+        for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
+            if not qo_len:
+                continue
+            tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
+            rows = [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)]
+            case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
+        return Outputs(case.out, case.lse, path="fallback(dense)")
+
+
+def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tensor:
+    """Which keys one query token attends: [num_kv_heads, T]."""
+    spec = case.spec
+    t = torch.arange(seq_len, device=case.q.device)
+    mask = torch.zeros(spec.num_kv_heads, seq_len, dtype=torch.bool, device=case.q.device)
+    for head in range(spec.num_kv_heads):
+        row = token * spec.num_kv_heads + head
+        entries = case.kv_indices[indptr[row] : indptr[row + 1]].long()
+        chosen = (entries[:, None] * spec.block_size + torch.arange(spec.block_size, device=t.device)).flatten()
+        mask[head, chosen[chosen < seq_len]] = True
+    position = spec.token_position[token]
+    if spec.causal is CausalRule.BOTTOM_RIGHT:
+        mask &= t <= position
+    if spec.window_left >= 0:
+        mask &= t >= position - spec.window_left
+    return mask
+
+
+def _dense(case: Case, request: int, tokens: slice, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [n, num_qo_heads, d] and lse [n, num_qo_heads] of one request; mask [num_kv_heads, n, T]."""
+    spec = case.spec
+    seq_len = mask.shape[-1]
+    t = torch.arange(seq_len, device=mask.device)
+    page = case.page_table[request, t // spec.page_size].long()
+    attended = mask.any(dim=1).T[..., None]
+    k, v = (
+        torch.where(attended, cache[page, t % spec.page_size], 0).permute(1, 0, 2).repeat_interleave(spec.group_size, 0)
+        for cache in (case.k_cache, case.v_cache)
+    )
+    q = case.q[tokens].transpose(0, 1)
+    mask = mask.repeat_interleave(spec.group_size, 0)
+    some = mask.any(dim=-1, keepdim=True)
+    if not seq_len:
+        return torch.zeros_like(case.out[tokens]), torch.full_like(case.lse[tokens], float("-inf"))
+    # A row without a key would be 0/0: let it see everything, and zero it afterwards.
+    out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask[None] | ~some[None], scale=spec.sm_scale)[0]
+    logits = (q.float() @ k.float().transpose(-1, -2) * spec.sm_scale).masked_fill(~mask, float("-inf"))
+    return torch.where(some, out, 0).transpose(0, 1), torch.logsumexp(logits, -1).transpose(0, 1)

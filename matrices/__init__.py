@@ -1,0 +1,1 @@
+"""The operator matrix: which cells exist, and in which tier."""

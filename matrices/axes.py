@@ -1,0 +1,70 @@
+"""The axes of the matrix as data: name, values, default, and what each value means.
+
+An axis with a default is left out of ids where a cell has the default, so a new axis leaves every old id alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sacts.reference.spec import CausalRule, DType
+
+
+class Phase(StrEnum):
+    """How the queries of a request relate to its KV."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+PATTERNS = {
+    "scattered": "about a quarter of the visible entries, spread at random",
+    "clustered": "two runs of neighbouring entries",
+    "all": "every visible entry",
+    "one": "one entry in each row",
+    "empty": "no entry in any row",
+    "duplicates": "scattered, then every third entry repeated and the list shuffled; padding at head, middle and tail",
+    "union": "D, a window of 16 and 4 sinks that overlap: the raw list repeats what they share",
+    "example": "the tokens 1, 2, 63, 64, 65, 127 with page table (41, 7), page size 64",
+}
+MAPS = {
+    "random": "distinct pages in random order, unrelated to logical order",
+    "identity": "ascending pages from 0",
+    "high": "page numbers beyond 2^31 elements into the pool, so that 32-bit offsets overflow",
+    "example": "the page table (41, 7)",
+}
+VALUES = {
+    "gaussian": "normal q, K and V",
+    "huge": "logits up to about +-300, one key dominant in most rows",
+    "equal": "all keys equal: every logit the same, not zero",
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: `default` None means that the value always stands in the id; `values` None means integers."""
+
+    name: str
+    sentence: str
+    default: object = None
+    values: tuple[str, ...] | None = None
+
+
+AXES = (
+    Axis("phase", "decode: one query a request; prefill: `q` queries a request", None, tuple(Phase)),
+    Axis("dtype", "element type of q, K, V and out", None, tuple(DType)),
+    Axis("kv", "committed KV length T of each request, joined by +"),
+    Axis("q", "queries of each request, joined by +; prefill only", ()),
+    Axis("heads", "query heads - KV heads", (4, 2)),
+    Axis("dim", "head dimension of q, K and V", 64),
+    Axis("page", "tokens in a page", 16),
+    Axis("block", "tokens that one candidate entry names; 1: token selection", 1),
+    Axis("pattern", "which entries are selected", "scattered", tuple(PATTERNS)),
+    Axis("map", "which physical pages hold the KV", "random", tuple(MAPS)),
+    Axis("causal", "causal rule, by logical position", CausalRule.NONE.value, tuple(CausalRule)),
+    Axis("window", "window_left: keys that a query sees to its left beside its own; -1: all", -1),
+    Axis("splits", "hint: parts that a row's KV range is cut into", 1),
+    Axis("tile", "hint: slots in a KV tile", 64),
+    Axis("values", "numeric family of q, K and V", "gaussian", tuple(VALUES)),
+)

@@ -1,0 +1,123 @@
+"""A cell of the matrix and its id, e.g. `decode/bf16/kv:700+9+33/heads:8-2/splits:8`.
+
+The id is canonical: `parse(cell.id) == cell`, and no other text parses to the same cell. It holds the size, is made of
+`[A-Za-z0-9_:+./-]` so that shells and `-k` take it, and is the filter, the seed and the replay argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+
+from .axes import AXES, Axis
+
+
+class CellError(ValueError):
+    """An id or a combination that names no cell; the message says what was wrong and what is valid."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the matrix; the fields are the axes of `axes.AXES`, in that order."""
+
+    phase: str
+    dtype: str
+    kv: tuple[int, ...]
+    q: tuple[int, ...] = ()
+    heads: tuple[int, ...] = (4, 2)
+    dim: int = 64
+    page: int = 16
+    block: int = 1
+    pattern: str = "scattered"
+    map: str = "random"
+    causal: str = "none"
+    window: int = -1
+    splits: int = 1
+    tile: int = 64
+    values: str = "gaussian"
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            value = getattr(self, axis.name)
+            if axis.values is not None and value not in axis.values:
+                raise CellError(f"axis {axis.name} has no value {value!r}; {_choices(str(value), axis.values)}")
+        if len(self.heads) != 2:
+            raise CellError(f"axis heads takes query heads - KV heads, such as 4-2, got {_text(self.heads, '-')}")
+        for holds, message in (
+            (self.kv, "axis kv names no request"),
+            (self.phase == "prefill" or not self.q, "axis q belongs to prefill; decode has one query a request"),
+            (self.phase == "decode" or len(self.q) == len(self.kv), "axis q must name as many requests as axis kv"),
+            (self.pattern != "example" or self.map == "example", "pattern:example needs map:example"),
+            (
+                self.map != "example" or (self.page == 64 and self.kv == (128,)),
+                "map:example is the page table (41, 7): it needs page:64 and kv:128",
+            ),
+        ):
+            if not holds:
+                raise CellError(message)
+
+    @property
+    def id(self) -> str:
+        """The canonical id."""
+        return "/".join([self.phase, self.dtype, *(part for axis in AXES[2:] if (part := _part(self, axis)))])
+
+    @property
+    def qo_lens(self) -> tuple[int, ...]:
+        """Queries of each request."""
+        return self.q or (1,) * len(self.kv)
+
+
+assert [field.name for field in fields(Cell)] == [axis.name for axis in AXES]
+
+_LISTS = {"kv": "+", "q": "+", "heads": "-"}
+
+
+def _text(value: object, separator: str) -> str:
+    return separator.join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _part(cell: Cell, axis: Axis) -> str:
+    value = getattr(cell, axis.name)
+    return "" if value == axis.default else f"{axis.name}:{_text(value, _LISTS.get(axis.name, ''))}"
+
+
+def _choices(wrong: str, valid: tuple[str, ...] | list[str]) -> str:
+    near = get_close_matches(wrong, valid, n=1, cutoff=0.5)
+    return (f"did you mean {near[0]!r}? " if near else "") + "valid: " + ", ".join(valid)
+
+
+def parse(text: str) -> Cell:
+    """The cell of an id. Raises CellError, naming the part that is wrong and what is valid there."""
+    head, *parts = text.split("/")
+    if not parts:
+        raise CellError(f"{text!r} is no cell id: it starts PHASE/DTYPE/, such as decode/fp16/kv:17")
+    dtype, *parts = parts
+    by_name = {axis.name: axis for axis in AXES[2:]}
+    values: dict[str, object] = {}
+    for part in parts:
+        name, colon, value = part.partition(":")
+        if name not in by_name or not colon:
+            raise CellError(f"{part!r} in {text!r} names no axis; {_choices(name, list(by_name))}")
+        if name in values:
+            raise CellError(f"axis {name} stands twice in {text!r}")
+        values[name] = _value(by_name[name], value)
+    if "kv" not in values:
+        raise CellError(f"{text!r} lacks the axis kv, such as kv:17")
+    cell = Cell(phase=head, dtype=dtype, **values)  # type: ignore[arg-type]  # each value was read by its axis
+    if cell.id != text:
+        raise CellError(f"{text!r} is not canonical; write {cell.id}")
+    return cell
+
+
+def _value(axis: Axis, text: str) -> object:
+    if axis.values is not None:
+        return text
+    separator = _LISTS.get(axis.name)
+    try:
+        numbers = tuple(int(n) for n in (text.split(separator) if separator else [text]))
+    except ValueError:
+        raise CellError(f"axis {axis.name} takes integers, got {text!r}") from None
+    low = -1 if axis.name == "window" else 0 if axis.name in ("kv", "q") else 1
+    if min(numbers) < low:
+        raise CellError(f"axis {axis.name} takes integers from {low}, got {text!r}")
+    return numbers if separator else numbers[0]

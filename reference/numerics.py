@@ -1,0 +1,43 @@
+"""The numerics contract: what a kernel declares about its arithmetic, so that its error can be bounded instead of guessed.
+
+A backend states formats, not tolerances; `bounds` turns them into an allowance for every element (GATES.md section 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .spec import DType
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The arithmetic of one backend for one dtype.
+
+    p: format that the probabilities P are cast to before P V.
+    out: format of the stored output. partial: format of split partial outputs. The accumulator is FP32.
+    u_exp: relative error of the exponential (2^-22: ex2.approx, or a correctly rounded libm, scaled).
+    u_operand: relative rounding of the operands of q.k before the product (0; tf32: 2^-11).
+    l_sums_cast_p: the denominator adds the cast P, not the FP32 one.
+    min_tile: the smallest number of slots between two rescales of the accumulator.
+    splits: the backend may cut a row into splits and merge them, whatever the hint says.
+    unit_p: where all logits of a row are equal, every P is exactly 1, before and after its cast. False for an exponential with
+        exp(0) != 1, and for a backend that divides P by l before the cast.
+    dense: tiles walk the whole KV range, not only the slots that the candidate entries name.
+    """
+
+    p: DType
+    out: DType
+    partial: DType = DType.FP32
+    u_exp: float = 2.0**-22
+    u_operand: float = 0.0
+    l_sums_cast_p: bool = False
+    min_tile: int = 16
+    splits: bool = True
+    unit_p: bool = True
+    dense: bool = False
+
+    @classmethod
+    def default(cls, dtype: DType) -> Numerics:
+        """What is assumed of a backend that declares nothing: P and out in the dtype of the inputs, FP32 inside."""
+        return cls(p=dtype, out=dtype)

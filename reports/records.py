@@ -1,0 +1,135 @@
+"""Records: what was judged and what came out. A leaf: everything else may import it, it imports nothing of ours.
+
+One case is one JSON line, versioned, and validated when it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+SCHEMA = 1
+
+
+class Verdict(StrEnum):
+    """What became of one cell."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    ERROR = "error"  # the adapter raised
+    CRASH = "crash"
+    TIMEOUT = "timeout"
+    FALLBACK = "fallback"  # declared, and right
+    REFUSED = "refused"  # declared, and honoured
+    UNTRUSTED = "untrusted"  # the case could not have failed
+    NOT_RUN = "not-run"
+    SUITE_ERROR = "suite-error"  # our own fault
+
+
+ACCEPTED = frozenset({Verdict.PASS, Verdict.FALLBACK, Verdict.REFUSED})
+INCOMPLETE = frozenset({Verdict.NOT_RUN, Verdict.SUITE_ERROR, Verdict.UNTRUSTED})
+
+EXIT_ACCEPTED, EXIT_FAILURES, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
+
+
+class Gate(StrEnum):
+    """The layers of blame, in their order: the first that fails is named, later ones are not blamed for it."""
+
+    CONTRACT = "contract"
+    COUNT = "count"
+    LAYOUT = "layout"
+    LSE = "lse"
+    OUT = "out"
+    MERGE = "merge"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Why a cell failed: the gate, the place in the field's words, and the sentence. `use` is observed error / allowed error
+    where the gate measures one.
+    """
+
+    gate: Gate
+    place: str
+    sentence: str
+    use: float | None = None
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One judged case. `use`: the largest observed / allowed by gate; `gates`: what each gate said, `pass`, `fail`,
+    `not offered` (the backend has no such output), `not applicable` or `not reached`.
+    """
+
+    schema: int = SCHEMA
+    suite: str
+    adapter: str
+    device: str
+    cell: str
+    replicate: int = 0
+    verdict: Verdict
+    status: str = ""
+    sentence: str = ""
+    finding: Finding | None = None
+    gates: dict[str, str] = {}
+    use: dict[str, float] = {}
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the verdict accepts the case."""
+        return self.verdict in ACCEPTED
+
+
+class RecordError(ValueError):
+    """A line that is no record of this schema."""
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+def encode(record: Record) -> bytes:
+    """One JSON object, without a line end."""
+    return _encoder.encode(record)
+
+
+def decode(line: bytes | str) -> Record:
+    """Read and validate one line. Raises RecordError, saying what is wrong and where."""
+    try:
+        record = _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise RecordError(f"not a record: {error}") from None
+    if record.schema != SCHEMA:
+        raise RecordError(f"record schema {record.schema}, this suite reads {SCHEMA}")
+    return record
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Write records as JSON lines, ordered by adapter, device, cell and replicate; renamed into place when complete."""
+    ordered = sorted(records, key=lambda r: (r.adapter, r.device, r.cell, r.replicate))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        file.writelines(encode(record) + b"\n" for record in ordered)
+    os.replace(file.name, path)
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file. Raises RecordError naming the line."""
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            records.append(decode(line))
+        except RecordError as error:
+            raise RecordError(f"{path.name} line {number}: {error}") from None
+    return records
+
+
+def exit_code(records: Iterable[Record]) -> int:
+    """0 accepted, 1 failures, 3 incomplete (also when nothing was judged)."""
+    verdicts = {record.verdict for record in records}
+    if verdicts - ACCEPTED - INCOMPLETE:
+        return EXIT_FAILURES
+    return EXIT_INCOMPLETE if verdicts & INCOMPLETE or not verdicts else EXIT_ACCEPTED
