@@ -83,6 +83,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict in ACCEPTED
 
 
+def reproduce(record: Record) -> str:
+    """The one line that runs this case again."""
+    device = "" if record.device == "cpu" else f" --device {record.device}"
+    replicate = f"/replicate:{record.replicate}" if record.replicate else ""
+    return f"sacts run --adapter {record.adapter}{device} {record.cell}{replicate}"
+
+
+def describe(record: Record) -> str:
+    """A record in a sentence, with the line that reproduces it."""
+    gate = f" [{record.finding.gate}]" if record.finding else ""
+    return f"{record.verdict}{gate}: {record.sentence}\n  reproduce: {reproduce(record)}"
+
+
 class RecordError(ValueError):
     """A line that is no record of this schema."""
 

@@ -38,6 +38,10 @@ class Slots:
     def __len__(self) -> int:
         return len(self.page)
 
+    def take(self, part: slice) -> Slots:
+        """A part of them."""
+        return Slots(self.page[part], self.offset[part], self.head[part])
+
 
 def sensitive(expected: Expected) -> bool:
     """Whether each row with a bound would show the loss of any one candidate: with opposite codes the mean moves by at least
@@ -61,45 +65,54 @@ def judge_count(
         return None
     token, head, channel = (int(i) for i in np.unravel_index(int(use.argmax()), use.shape))
     place = place_of(problem.spec, token, head)
-    slots = _probed(problem, token)
-    weights, mass = _probability_row(launcher, problem, inputs, slots, token, head, hints)
     k = int(expected.edges[token, head])
-    gate, words = _explain(problem, slots, weights, mass, token, head, k)
+    seen = float(observed.out[token, head, channel])
+    gate = Gate.COUNT
+    if not k or not np.isfinite(seen):
+        words = f"channel {channel} is {seen:.7g}, " + ("must be finite" if k else "but the row has no edge: out must be 0")
+    else:
+        slots, weights, mass = _probability_row(launcher, problem, inputs, token, head, k, hints)
+        gate, words = _explain(problem, slots, weights, mass, token, head, k)
     if not words:
-        at = token, head, channel
+        low, high = (float(x[token, head, channel]) for x in (expected.out_lo, expected.out_hi))
         words = (
-            f"channel {channel} of the mean code is {observed.out[at]:.7g}, allowed {expected.out_lo[at]:.7g} to "
-            f"{expected.out_hi[at]:.7g}, yet the decoded membership is right"
+            f"channel {channel} of the mean code is {seen:.7g}, allowed {low:.7g} to {high:.7g}, "
+            "yet the decoded membership is right"
         )
     rows = int((use > 1).any(axis=-1).sum())
-    sentence = f"{place}: {words}" + (f" ({rows} of {use.shape[0] * use.shape[1]} output rows are wrong)" if rows > 1 else "")
-    return Finding(gate, place, sentence, use=float(use[token, head, channel]))
+    more = f" ({rows} of {use.shape[0] * use.shape[1]} output rows are wrong)" if rows > 1 else ""
+    return Finding(gate, place, f"{place}: {words}{more}", use=float(use[token, head, channel]))
 
 
-def _probed(problem: Problem, token: int) -> Slots:
-    """All slots, those of the row's own request first."""
-    request = problem.spec.token_request[token]
+def _probed(problem: Problem, token: int, qo_head: int) -> tuple[Slots, int]:
+    """All slots, those that the row may legally reach first, and how many these are."""
+    spec = problem.spec
     page, offset, head = np.nonzero(np.ones_like(problem.needed))
-    own = problem.slot_request[page, offset] == request
+    own = (problem.slot_request[page, offset] == spec.token_request[token]) & (head == qo_head // spec.group_size)
     order = np.argsort(~own, kind="stable")[:MAX_SLOTS]
-    return Slots(page[order], offset[order], head[order])
+    return Slots(page[order], offset[order], head[order]), int(own.sum())
 
 
 def _probability_row(
-    launcher: Launcher, problem: Problem, inputs: Inputs, slots: Slots, token: int, head: int, hints: Hints
-) -> tuple[Array, float]:
-    """The weight of each slot in one output row, and the denominator in units of one edge: e^lse (NaN without lse)."""
+    launcher: Launcher, problem: Problem, inputs: Inputs, token: int, qo_head: int, k: int, hints: Hints
+) -> tuple[Slots, Array, float]:
+    """The weight of each slot in one output row, and the denominator in units of one edge: e^lse (NaN without lse).
+
+    One launch shows d_v slots. Once the row's own slots explain the whole mass, the others are not looked at.
+    """
+    slots, own = _probed(problem, token, qo_head)
     channels = problem.spec.head_dim_vo
-    weights, mass = [], np.nan
-    for start in range(0, len(slots), channels):
-        part = slice(start, start + channels)
+    weights, mass = np.zeros(0), np.nan
+    while len(weights) < len(slots):
+        if len(weights) >= own and weights.sum() > 1 - 0.5 / k:
+            break
+        part = slots.take(slice(len(weights), len(weights) + channels))
         v = np.zeros_like(inputs.v.data)
-        n = len(slots.page[part])
-        v[slots.page[part], slots.offset[part], slots.head[part], np.arange(n)] = 1.0
+        v[part.page, part.offset, part.head, np.arange(len(part))] = 1.0
         observed = launcher(problem, inputs._replace(v=replace(inputs.v, data=v)), hints=hints)
-        weights.append(observed.out[token, head, :n])
-        mass = mass if observed.lse is None else float(np.exp(observed.lse[token, head]))
-    return np.concatenate(weights), mass
+        weights = np.concatenate((weights, observed.out[token, qo_head, : len(part)]))
+        mass = mass if observed.lse is None else float(np.exp(observed.lse[token, qo_head]))
+    return slots.take(slice(len(weights))), weights, mass
 
 
 def _explain(
@@ -151,14 +164,17 @@ def _expected_counts(problem: Problem, slots: Slots, token: int, qo_head: int) -
 
 
 def _names(problem: Problem, slots: Slots, chosen: Ints, token: int, weights: Array, k: int) -> str:
-    def one(i: int) -> str:
-        return f"{_name(problem, slots, i, token)} (weight {weights[i]:.6g}, an edge has 1/{k})"
-
-    named = ", ".join(one(int(i)) for i in chosen[:NAMED])
-    return named + (f" and {len(chosen) - NAMED} more" if len(chosen) > NAMED else "")
+    """The first of the chosen slots in full, the next ones by position."""
+    if not len(chosen):
+        return ""
+    first = f"{_name(problem, slots, int(chosen[0]), token)}, weight {weights[chosen[0]]:.6g} where an edge has 1/{k}"
+    rest = [str(problem.slot_token[slots.page[i], slots.offset[i]]) for i in chosen[1:NAMED]]
+    more = f" and {len(chosen) - NAMED} more" if len(chosen) > NAMED else ""
+    return first + (f"; also {', '.join(rest)}{more}" if rest else "")
 
 
 def _name(problem: Problem, slots: Slots, i: int, token: int) -> str:
+    """A slot as seen from a row: its own token, another request's, or nobody's."""
     spec = problem.spec
     page, offset, head = int(slots.page[i]), int(slots.offset[i]), int(slots.head[i])
     physical = int(problem.pages[page])

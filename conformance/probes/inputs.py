@@ -76,8 +76,9 @@ def _count(problem: Problem) -> Inputs:
 
 
 def _paired_codes(problem: Problem, draw: Draw, shape: tuple[int, ...]) -> Array:
-    """+-1 codes; attended slots of a request and KV head are paired at random, across pages, with opposite codes: a row that
-    attends them all sums to zero, so that one lost or doubled candidate moves the output far beyond its rounding.
+    """+-1 codes; attended slots of a request and KV head are paired at random, across pages, with opposite codes, all but one or
+    two: a row that attends them all sums to almost zero, so that one lost or doubled candidate moves the output far beyond its
+    rounding, yet not to zero in every channel, so that a backend that returns zeros, or another head's mean, is found too.
     """
     v = draw.signs(shape)
     for request in range(problem.spec.num_requests):
@@ -85,7 +86,7 @@ def _paired_codes(problem: Problem, draw: Draw, shape: tuple[int, ...]) -> Array
         for head in range(problem.spec.num_kv_heads):
             page, offset = np.nonzero(mine[..., head])
             order = draw.permutation(len(page))
-            half = len(order) // 2
+            half = (len(order) - 1) // 2
             a, b = order[:half], order[half : 2 * half]
             v[page[b], offset[b], head] = -v[page[a], offset[a], head]
     return v

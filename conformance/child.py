@@ -1,0 +1,125 @@
+"""The killable process: judges one cell after another, as `python -m sacts.conformance.child FD ADAPTER DEVICE LIMIT FIRST`.
+
+It reads one JSON order a line from standard input and writes JSON messages to file descriptor FD: `started` before each launch
+(with its time limit), `judged` with the record. Whatever the adapter prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import traceback
+from typing import BinaryIO
+
+import msgspec
+
+from sacts.matrices.cell import parse
+from sacts.reports.records import Record, Verdict
+
+from .judge import blank, judge
+from .launch import Launcher
+from .loading import AdapterError, load
+
+
+class Order(msgspec.Struct):
+    """Judge this cell."""
+
+    cell: str
+    replicate: int
+
+
+class Started(msgspec.Struct, tag="started"):
+    """A launch begins; it must end within `limit` seconds."""
+
+    launch: int
+    limit: float
+
+
+class Judged(msgspec.Struct, tag="judged"):
+    """The cell is done. `last`: the process cannot go on (a poisoned device context) and ends now."""
+
+    record: Record
+    last: bool = False
+
+
+Message = Started | Judged
+
+
+def device_is_sound(device: str) -> bool:
+    """Whether the device still answers; one illegal access poisons a CUDA context for the rest of the process."""
+    if not device.startswith("cuda"):
+        return True
+    import torch
+
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).cpu()
+    except RuntimeError:
+        return False
+    return True
+
+
+class Child:
+    """One adapter on one device."""
+
+    def __init__(self, replies: BinaryIO, adapter: str, device: str, limit: float, first_limit: float) -> None:
+        self._replies = replies
+        self._adapter = adapter
+        self._device = device
+        self._limit, self._first_limit = limit, first_limit
+        self._launches = 0
+        self._launcher: Launcher | None = None
+
+    def _send(self, message: Message) -> None:
+        self._replies.write(msgspec.json.encode(message) + b"\n")
+        self._replies.flush()
+
+    def _started(self, first: bool) -> None:
+        """Compilation happens in a spec's first launch, which has its own, longer limit."""
+        limit = self._first_limit if first else self._limit
+        self._launches += 1
+        faulthandler.dump_traceback_later(limit, exit=True)
+        self._send(Started(self._launches, limit))
+
+    def serve(self, orders: BinaryIO) -> None:
+        """Judge until the orders end."""
+        for line in orders:
+            order = msgspec.json.decode(line, type=Order)
+            self._launches = 0
+            record = self._judge(order)
+            faulthandler.cancel_dump_traceback_later()
+            sound = device_is_sound(self._device)
+            if not sound:
+                sentence = f"the launch left the device unusable: {record.sentence}"
+                record = blank(self._adapter, self._device, order.cell, order.replicate, Verdict.CRASH, sentence)
+            self._send(Judged(record, last=not sound))
+            if not sound:
+                return
+
+    def _judge(self, order: Order) -> Record:
+        def failed(verdict: Verdict, sentence: str) -> Record:
+            return blank(self._adapter, self._device, order.cell, order.replicate, verdict, sentence)
+
+        try:
+            self._launcher = self._launcher or Launcher(load(self._adapter), self._device, self._started)
+            return judge(self._launcher, self._adapter, parse(order.cell), order.replicate)
+        except AdapterError as error:
+            return failed(Verdict.ERROR, str(error))
+        except Exception as error:  # ours: a verdict of its own, never the adapter's
+            traceback.print_exc()
+            return failed(Verdict.SUITE_ERROR, f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """Serve the parent over the descriptors that it passed."""
+    fd, adapter, device, limit, first_limit = sys.argv[1:]
+    faulthandler.enable()
+    orders, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(int(fd), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    Child(replies, adapter, device, float(limit), float(first_limit)).serve(orders)
+
+
+if __name__ == "__main__":
+    main()

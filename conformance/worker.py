@@ -1,0 +1,160 @@
+"""Isolation: cells are judged in a killable child process, which is replaced after a crash, a hang or a poisoned device context.
+
+A crash, a hang, an exception or garbage costs one cell. `run` and `audit` both use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import IO
+
+import msgspec
+
+from sacts.reports.records import Record, Verdict
+
+GRACE = 5.0  # seconds between the child's own alarm, which leaves a traceback, and the kill
+SUITE_LIMIT = 300.0  # seconds for the suite's own work between launches
+TAIL = 4000  # bytes of the child's standard error that are looked at
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds for one launch, and for the first launch of a spec, which may compile."""
+
+    launch: float = 30.0
+    first: float = 60.0
+
+
+class Worker:
+    """Judges cells of one adapter on one device, one at a time."""
+
+    def __init__(self, adapter: str, device: str = "cpu", limits: Limits | None = None) -> None:
+        self.adapter = adapter
+        self.device = device
+        self.limits = limits or Limits()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._replies = -1
+        self._buffer = b""
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def judge(self, cell: str, replicate: int = 0) -> Record:
+        """The record of one cell, whatever the backend does."""
+        from .child import Judged, Order, Started
+
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(Order(cell, replicate)) + b"\n")
+            self._process.stdin.flush()
+        launch, limit = 0, SUITE_LIMIT
+        while True:
+            line = self._read(limit + GRACE)
+            if line is None or not line:
+                return self._lost(cell, replicate, launch, limit, timed_out=line is None)
+            message = msgspec.json.decode(line, type=Started | Judged)
+            if isinstance(message, Started):
+                launch, limit = message.launch, message.limit
+                continue
+            if message.last:
+                self.close()
+            return message.record
+
+    def close(self) -> None:
+        """End the child, by force if need be."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        os.close(self._replies)
+        self._process, self._buffer = None, b""
+
+    def _start(self) -> None:
+        read, write = os.pipe()
+        environment = dict(os.environ)
+        environment.pop("TRITON_INTERPRET", None)  # it binds when a kernel is decorated: only ever set in the child
+        if self.device == "cpu":
+            environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        limits = (str(self.limits.launch), str(self.limits.first))
+        self._stderr = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sacts.conformance.child", str(write), self.adapter, self.device, *limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            pass_fds=(write,),
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(write)
+        self._replies = read
+
+    def _read(self, seconds: float) -> bytes | None:
+        """The next line of the child; b"" where it ended, None where it took too long."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            chunk = os.read(self._replies, 65536)
+            if not chunk:
+                return b""
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _lost(self, cell: str, replicate: int, launch: int, limit: float, timed_out: bool) -> Record:
+        """The verdict on a child that ended or hung; the next cell gets a new one."""
+        from .judge import blank
+
+        assert self._process is not None
+        if timed_out:
+            code = None
+        else:
+            code = self._process.wait()
+        self.close()
+        self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, self._stderr.tell() - TAIL))
+        tail = self._stderr.read().decode(errors="replace")
+        verdict, sentence = _cause(code, tail, launch, limit)
+        return blank(self.adapter, self.device, cell, replicate, verdict, sentence)
+
+
+def _cause(code: int | None, tail: str, launch: int, limit: float) -> tuple[Verdict, str]:
+    where = _innermost(tail)
+    at = f"; it was at {where}" if where else ""
+    if code is None or "Timeout (" in tail:
+        if not launch:
+            return Verdict.SUITE_ERROR, f"the suite's own work took over {limit:g} s{at}"
+        return Verdict.TIMEOUT, f"launch {launch} did not return within {limit:g} s{at}"
+    if not launch:
+        lines = tail.strip().splitlines()
+        return Verdict.CRASH, f"the process ended before the first launch ({lines[-1] if lines else f'exit code {code}'})"
+    if code < 0:
+        return Verdict.CRASH, f"launch {launch} ended the process with {signal.Signals(-code).name}{at}"
+    return Verdict.CRASH, f"launch {launch} ended the process with exit code {code}{at}"
+
+
+def _innermost(tail: str) -> str:
+    """The innermost frame of the last faulthandler dump in `tail`: file, line and function."""
+    _, found, dump = tail.rpartition("most recent call first")
+    frames = [line.strip() for line in dump.splitlines() if line.strip().startswith("File ")]
+    return frames[0].replace("File ", "", 1) if found and frames else ""

@@ -1,0 +1,80 @@
+"""Seeded faults: each is one small patch on the bundled Triton backend, with the public failure it stands for, the gate that must
+catch it and the words that its place must be named with. The catalogue is data: `catalogue.toml`.
+
+`sacts.kernels_under_test.faults:NAME` names the faulty adapter, so `sacts run --adapter` takes it like any other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import shutil
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+BACKEND = Path(__file__).parent.parent / "paged"
+
+
+class FaultError(ValueError):
+    """A catalogue entry that cannot be seeded: its text no longer stands in the backend, or stands there twice."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One seeded fault: `find` in `file` becomes `replace`. `gates`: what may be named; `place`: a pattern that one sentence must
+    match; `verdict`: `fail`, or `crash` for a fault that may end the process.
+    """
+
+    name: str
+    stands_for: str
+    file: str
+    find: str
+    replace: str
+    gates: tuple[str, ...]
+    place: str
+    verdict: str = "fail"
+
+    @property
+    def adapter(self) -> str:
+        """How `--adapter` names the faulty backend."""
+        return f"{__name__}:{self.name}"
+
+
+@cache
+def catalogue() -> dict[str, Fault]:
+    """All seeded faults by name."""
+    entries = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))["fault"]
+    faults = [Fault(**entry | {"gates": tuple(entry["gates"])}) for entry in entries]
+    return {fault.name: fault for fault in faults}
+
+
+def seed(fault: Fault) -> Any:
+    """The faulty adapter class: a patched copy of the backend, imported under a name of its own. Raises FaultError."""
+    package = f"sacts_fault_{fault.name}"
+    if package not in sys.modules:
+        folder = Path(tempfile.mkdtemp(prefix="sacts-fault-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        shutil.copytree(BACKEND, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        target = folder / package / fault.file
+        text = target.read_text(encoding="utf-8")
+        if text.count(fault.find) != 1:
+            raise FaultError(f"fault {fault.name}: {text.count(fault.find)} places in {fault.file} read {fault.find!r}, expected 1")
+        target.write_text(text.replace(fault.find, fault.replace), encoding="utf-8")
+        sys.path.insert(0, str(folder))
+        try:
+            importlib.import_module(package)
+        finally:
+            sys.path.remove(str(folder))
+    return importlib.import_module(f"{package}.adapter").Adapter
+
+
+def __getattr__(name: str) -> Any:
+    faults = catalogue()
+    if name in faults:
+        return seed(faults[name])
+    raise AttributeError(f"no seeded fault {name!r}; faults: {', '.join(faults)}")
