@@ -1,7 +1,9 @@
-"""The contract between the suite and a backend: what an adapter gets (`Case`), returns (`Outputs`) and declares (`Capabilities`).
+"""The contract between the suite and a backend: what an adapter gets (`Case`), returns (`Outputs`) and declares
+(`Capabilities`).
 
-An adapter is a class, an instance or a module with one required callable, `run(case, plan=None) -> Outputs`. Everything else
-is optional: `name`, `capabilities`, `support(spec)`, `workspace_bytes(case)`, `plan(case)`. docs/adapters.md is the vendor's page.
+An adapter is a class, an instance or a module with one required callable, `run(case, plan=None) -> Outputs`.
+Everything else is optional: `name`, `capabilities`, `support(spec)`, `workspace_bytes(case)`, `plan(case)`.
+docs/adapters.md is the vendor's page.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Outputs:
-    """out [num_tokens, num_qo_heads, head_dim_vo] in the dtype of q; lse [num_tokens, num_qo_heads] FP32, or None where the
-    backend has none. `path`: the path taken, `native` or `fallback(reason)`, where the backend knows; it must be the declared one.
+    """out [num_tokens, num_qo_heads, head_dim_vo] in the dtype of q; lse [num_tokens, num_qo_heads] FP32, or None
+    where the backend has none. `path`: the path taken, `native` or `fallback(reason)`, where the backend knows; it
+    must be the declared one.
     """
 
     out: torch.Tensor
@@ -61,7 +64,9 @@ class LseBase(StrEnum):
 
 
 class Consumes(StrEnum):
-    """Which lists a backend takes: `RAW` (duplicates and padding: it normalises itself) or `VALIDATED` (sorted, unique)."""
+    """Which lists a backend takes: `RAW` (duplicates and padding: it normalises itself) or `VALIDATED` (sorted,
+    unique).
+    """
 
     RAW = "raw"
     VALIDATED = "validated"
@@ -126,7 +131,9 @@ class Adapter(Protocol):
 
 
 class Backend:
-    """An adapter with its optional members filled in. Raises TypeError, naming the member, for one that is no adapter."""
+    """An adapter with its optional members filled in. Raises TypeError, naming the member, for one that is no
+    adapter.
+    """
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter

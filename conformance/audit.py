@@ -1,5 +1,5 @@
-"""Audit: do the gates work? Every seeded fault runs through the tier like any backend; its kill, its gate and its place are compared
-with the catalogue.
+"""Audit: do the gates work? Every seeded fault runs through the tier like any backend; its kill, its gate and its
+place are compared with the catalogue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SeededFault(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tier said about one fault. `shown`: the record whose sentence names the place, else the first failure."""
+    """What the tier said about one fault. `shown`: the record that names the place, else the first failure."""
 
     fault: SeededFault
     cells: int

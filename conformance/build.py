@@ -29,9 +29,9 @@ EXAMPLE_TOKENS, EXAMPLE_PAGES = (1, 2, 63, 64, 65, 127), (41, 7)
 
 @dataclass(frozen=True)
 class Problem:
-    """A spec with its candidates and paging. `pages` [L]: the physical pages that hold data, sorted: those of the requests and
-    decoys that none owns. A slot is (live page index, offset); `slot_request` [L, page_size] is its owner or -1, `slot_token`
-    its logical position there.
+    """A spec with its candidates and paging. `pages` [L]: the physical pages that hold data, sorted: those of the
+    requests and decoys that none owns. A slot is (live page index, offset); `slot_request` [L, page_size] is its
+    owner or -1, `slot_token` its logical position there.
     """
 
     cell: Cell

@@ -1,7 +1,8 @@
-"""The killable process: judges one cell after another, as `python -m sacts.conformance.child FD ADAPTER DEVICE LIMIT FIRST`.
+"""The killable process: judges one cell after another, as `python -m sacts.conformance.child FD ADAPTER DEVICE LIMIT
+FIRST`.
 
-It reads one JSON order a line from standard input and writes JSON messages to file descriptor FD: `started` before each launch
-(with its time limit), `judged` with the record. Whatever the adapter prints goes to standard error.
+It reads one JSON order a line from standard input and writes JSON messages to file descriptor FD: `started` before
+each launch (with its time limit), `judged` with the record. Whatever the adapter prints goes to standard error.
 """
 
 from __future__ import annotations

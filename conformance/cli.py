@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from sacts.matrices import tiers
-from sacts.matrices.cell import Cell, CellError, parse
+from sacts.matrices.cell import Cell, parse
 from sacts.reports import records
 
 from . import loading
@@ -66,7 +66,9 @@ def _check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        usage(f"device {device!r} is not usable here: {str(error).splitlines()[0]}; --device takes cpu, cuda, cuda:1, ...")
+        usage(
+            f"device {device!r} is not usable here: {str(error).splitlines()[0]}; --device takes cpu, cuda, cuda:1, ..."
+        )
 
 
 def _check_adapters(adapters: list[str]) -> None:
@@ -84,7 +86,9 @@ def _processes(requested: int | None, device: str) -> int:
 
 @contextmanager
 def _tier_of(ids: list[str], path: Path) -> Iterator[tuple[Path, str, int]]:
-    """A tier file with just these cells (any cell of the matrix), the expression that selects replicates, and their number."""
+    """A tier file with just these cells (any cell of the matrix), the expression that selects replicates, and their
+    number.
+    """
     if not ids:
         yield path, "", 1
         return
@@ -110,18 +114,33 @@ def _tier_of(ids: list[str], path: Path) -> Iterator[tuple[Path, str, int]]:
 
 @app.command()
 def run(
-    cells: Annotated[list[str] | None, typer.Argument(help="Cell ids; default: the whole tier.", show_default=False)] = None,
+    cells: Annotated[
+        list[str] | None, typer.Argument(help="Cell ids; default: the whole tier.", show_default=False)
+    ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option("--adapter", "-a", help="Installed name, module:attribute or path/to/file.py. Repeatable.", show_default="triton, sdpa"),
+        typer.Option(
+            "--adapter",
+            "-a",
+            help="Installed name, module:attribute or path/to/file.py. Repeatable.",
+            show_default="triton, sdpa",
+        ),
     ] = None,
     tier: Tier = "smoke",
-    device: Annotated[str, typer.Option("--device", "-d", help="Any torch device; on cpu Triton runs in its interpreter.")] = "cpu",
-    expression: Annotated[str, typer.Option("-k", help="Only cells whose id matches, as in pytest: 'bf16 and not splits'.")] = "",
-    processes: Annotated[int | None, typer.Option("-n", min=1, help="Cells judged at a time.", show_default="cores; 1 on a GPU")] = None,
+    device: Annotated[
+        str, typer.Option("--device", "-d", help="Any torch device; on cpu Triton runs in its interpreter.")
+    ] = "cpu",
+    expression: Annotated[
+        str, typer.Option("-k", help="Only cells whose id matches, as in pytest: 'bf16 and not splits'.")
+    ] = "",
+    processes: Annotated[
+        int | None, typer.Option("-n", min=1, help="Cells judged at a time.", show_default="cores; 1 on a GPU")
+    ] = None,
     replicates: Annotated[int, typer.Option(min=1, help="Draw each cell's data this many times.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one launch.")] = 30.0,
-    compile_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a spec's first launch, which may compile.")] = 60.0,
+    compile_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for a spec's first launch, which may compile.")
+    ] = 60.0,
     report: Annotated[Path, typer.Option(help="Folder for records.jsonl.")] = Path("sacts-report"),
 ) -> None:
     """Judge adapters on a tier, or on single cells.
@@ -144,7 +163,13 @@ def run(
         _cells(path)
         both = " and ".join(f"({part})" for part in (chosen, expression) if part)
         selection = Selection(
-            path, adapters, device, both, max(replicates, needed), _processes(processes, device), Limits(timeout, compile_timeout)
+            path,
+            adapters,
+            device,
+            both,
+            max(replicates, needed),
+            _processes(processes, device),
+            Limits(timeout, compile_timeout),
         )
         try:
             judged = judge_all(selection, err)
@@ -162,7 +187,9 @@ def run(
 
 
 @matrix.command("list")
-def list_cells(tier: Tier = "smoke", axes: Annotated[bool, typer.Option("--axes", help="Explain the axes instead.")] = False) -> None:
+def list_cells(
+    tier: Tier = "smoke", axes: Annotated[bool, typer.Option("--axes", help="Explain the axes instead.")] = False
+) -> None:
     """Print the cell ids of a tier, one a line; or what each axis means.
 
     [bold]sacts matrix list | grep splits[/]
@@ -182,14 +209,19 @@ def list_cells(tier: Tier = "smoke", axes: Annotated[bool, typer.Option("--axes"
 
 @app.command()
 def audit(
-    faults: Annotated[list[str] | None, typer.Argument(help="Faults by name; default: all.", show_default=False)] = None,
+    faults: Annotated[
+        list[str] | None, typer.Argument(help="Faults by name; default: all.", show_default=False)
+    ] = None,
     tier: Tier = "smoke",
     device: Annotated[str, typer.Option("--device", "-d", help="Any torch device.")] = "cpu",
     expression: Annotated[str, typer.Option("-k", help="Only cells whose id matches.")] = "",
-    processes: Annotated[int | None, typer.Option("-n", min=1, help="Cells judged at a time.", show_default="cores")] = None,
+    processes: Annotated[
+        int | None, typer.Option("-n", min=1, help="Cells judged at a time.", show_default="cores")
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Print the catalogue instead.")] = False,
 ) -> None:
-    """Prove that the gates work: run every seeded fault, and see it killed by the right gate with the right place named.
+    """Prove that the gates work: run every seeded fault, and see it killed by the right gate with the right place
+    named.
 
     [bold]sacts audit[/]  all faults on the smoke tier
 
@@ -208,7 +240,9 @@ def audit(
     for name in faults or []:
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            usage(f"no seeded fault {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see sacts audit --list"))
+            usage(
+                f"no seeded fault {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see sacts audit --list")
+            )
     chosen = [known[name] for name in faults or known]
     if list_only:
         for fault in chosen:
@@ -220,7 +254,10 @@ def audit(
     names = [fault.adapter for fault in chosen]
     try:
         judged = judge_all(
-            Selection(path, names, device, expression, processes=_processes(processes, device), limits=Limits(10.0, 60.0)), err
+            Selection(
+                path, names, device, expression, processes=_processes(processes, device), limits=Limits(10.0, 60.0)
+            ),
+            err,
         )
     except SelectionError as error:
         usage(error)

@@ -1,6 +1,8 @@
-"""Numbers from names: raw Philox words keyed by a hash of (cell id, probe, replicate, purpose), the same on every machine.
+"""Numbers from names: raw Philox words keyed by a hash of (cell id, probe, replicate, purpose), the same on every
+machine.
 
-NumPy's derived streams (normal, permutation) are not stable across versions; everything here uses integers and exact sums.
+NumPy's derived streams (normal, permutation) are not stable across versions; everything here uses integers and exact
+sums.
 """
 
 from __future__ import annotations
@@ -41,5 +43,6 @@ class Draw:
         """Mean 0, variance 1, |x| < 6: the sum of twelve 16-bit uniforms, which is exact, so the same everywhere."""
         n = math.prod(shape)
         words = self._raw(3 * n).reshape(n, 3)
-        parts = sum((words >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(4)).sum(axis=1, dtype=np.uint64)
-        return ((parts.astype(np.float64) + 6) / 65536 - 6).reshape(shape)
+        parts = np.stack([(words >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(4)])
+        total: Array = parts.sum(axis=(0, 2), dtype=np.uint64).astype(np.float64)
+        return ((total + 6) / 65536 - 6).reshape(shape)

@@ -1,4 +1,6 @@
-"""Judge one cell: build it, launch the backend on each probe, run the gates in the order of blame, and say what came out."""
+"""Judge one cell: build it, launch the backend on each probe, run the gates in the order of blame, and say what came
+out.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class _Sheet:
 
 
 def _with(record: Record, **changes: object) -> Record:
-    return Record(**{name: getattr(record, name) for name in record.__struct_fields__} | changes)  # type: ignore[arg-type]
+    return Record(**{name: getattr(record, name) for name in record.__struct_fields__} | changes)
 
 
 def blank(adapter: str, device: str, cell_id: str, replicate: int, verdict: Verdict, sentence: str = "") -> Record:
@@ -66,7 +68,9 @@ def blank(adapter: str, device: str, cell_id: str, replicate: int, verdict: Verd
 
 
 def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> Record:
-    """The record of one cell. Exceptions of the adapter become verdicts; anything else that escapes is the suite's fault."""
+    """The record of one cell. Exceptions of the adapter become verdicts; anything else that escapes is the suite's
+    fault.
+    """
     sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN), {}, {})
     try:
         problem = build(cell, replicate)
@@ -119,9 +123,7 @@ def _stage(launcher: Launcher, problem: Problem, probe: Probe, hints: Hints | No
     return Stage(problem, inputs, right, launcher(problem, inputs, hints=hints), hints)
 
 
-def _findings(
-    launcher: Launcher, count: Stage, random: Stage, sheet: _Sheet
-) -> Iterator[tuple[Gate, Finding | None]]:
+def _findings(launcher: Launcher, count: Stage, random: Stage, sheet: _Sheet) -> Iterator[tuple[Gate, Finding | None]]:
     """Each gate's finding, lazily, in the order of blame."""
     spec = random.problem.spec
     sheet.use["count"] = intervals.largest(intervals.out_use(count.expected, count.observed, spec.dtype))
@@ -142,7 +144,9 @@ def _count(launcher: Launcher, stage: Stage) -> Finding | None:
 
 
 def _blame_merge(launcher: Launcher, count: Stage, random: Stage, finding: Finding) -> Finding:
-    """Requirement: splits merge un-normalised states. What fails with several splits and not with one is the merge's fault."""
+    """Requirement: splits merge un-normalised states. What fails with several splits and not with one is the merge's
+    fault.
+    """
     hints = random.hints
     if hints.num_splits == 1 or finding.gate is Gate.LAYOUT:
         return finding

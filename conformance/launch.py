@@ -38,8 +38,8 @@ class AdapterRaised(Exception):
 
 @dataclass(frozen=True)
 class Observed:
-    """What came back. out [tokens, heads, d_vo] and lse [tokens, heads] (converted to natural log, empty rows -inf) in FP64,
-    with the raw bits of both; lse is None where the backend has none.
+    """What came back. out [tokens, heads, d_vo] and lse [tokens, heads] (converted to natural log, empty rows -inf)
+    in FP64, with the raw bits of both; lse is None where the backend has none.
     """
 
     out: Array
@@ -50,7 +50,9 @@ class Observed:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What must not matter: the byte that the workspace is filled with, and how far the stale page-table columns are turned."""
+    """What must not matter: the byte that the workspace is filled with, and how far the stale page-table columns are
+    turned.
+    """
 
     workspace_byte: int = 0xFF
     stale_shift: int = 0
@@ -136,7 +138,9 @@ class _Launch:
         return table
 
     def run(self) -> tuple[Observed, bool]:
-        """The observation, and whether the backend returned tensors of its own instead of the buffers that it was offered."""
+        """The observation, and whether the backend returned tensors of its own instead of the buffers that it was
+        offered.
+        """
         spec, device = self.problem.spec, self.device
         q = tensors.to_torch(self.inputs.q, spec.dtype, device)
         (k, live), (v, _) = (

@@ -22,11 +22,15 @@ _WORKER = pytest.StashKey["Worker | None"]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options for judging tier files under plain pytest; `sacts run` sets them."""
     group = parser.getgroup("sacts", "sparse-attention conformance (tier files, *.cells)")
-    group.addoption("--sacts-adapter", action="append", metavar="A", help="adapter to judge; may be repeated (default: triton)")
+    group.addoption(
+        "--sacts-adapter", action="append", metavar="A", help="adapter to judge; may be repeated (default: triton)"
+    )
     group.addoption("--sacts-device", default="cpu", metavar="D", help="torch device (default: cpu)")
     group.addoption("--sacts-replicates", type=int, default=1, metavar="R", help="draw each cell's data R times")
     group.addoption("--sacts-timeout", type=float, default=30.0, metavar="S", help="seconds for one launch")
-    group.addoption("--sacts-compile-timeout", type=float, default=60.0, metavar="S", help="seconds for a spec's first launch")
+    group.addoption(
+        "--sacts-compile-timeout", type=float, default=60.0, metavar="S", help="seconds for a spec's first launch"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

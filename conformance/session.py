@@ -100,7 +100,10 @@ class Journal:
     def complete(self) -> list[Record]:
         """Every collected case: what was not reached is `not-run`."""
         missing = [nodeid for nodeid in self.collected if nodeid not in self.records]
-        return [*self.records.values(), *(self._blank(nodeid, Verdict.NOT_RUN, "the run ended first") for nodeid in missing)]
+        return [
+            *self.records.values(),
+            *(self._blank(nodeid, Verdict.NOT_RUN, "the run ended first") for nodeid in missing),
+        ]
 
 
 class SelectionError(ValueError):
@@ -143,6 +146,10 @@ def _check(selection: Selection) -> None:
     if journal.errors:
         raise SelectionError(journal.errors[0])
     if code == pytest.ExitCode.USAGE_ERROR:
-        raise SelectionError(said.getvalue().strip().removeprefix("ERROR: ") or f"cannot select -k {selection.expression!r}")
+        raise SelectionError(
+            said.getvalue().strip().removeprefix("ERROR: ") or f"cannot select -k {selection.expression!r}"
+        )
     if not journal.collected:
-        raise SelectionError(f"no cell of {selection.path.name} matches -k {selection.expression!r}; see sacts matrix list")
+        raise SelectionError(
+            f"no cell of {selection.path.name} matches -k {selection.expression!r}; see sacts matrix list"
+        )

@@ -1,4 +1,5 @@
-"""Isolation: cells are judged in a killable child process, which is replaced after a crash, a hang or a poisoned device context.
+"""Isolation: cells are judged in a killable child process, which is replaced after a crash, a hang or a poisoned
+device context.
 
 A crash, a hang, an exception or garbage costs one cell. `run` and `audit` both use it.
 """
@@ -43,7 +44,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._replies = -1
         self._buffer = b""
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()
+        self._stderr: IO[bytes] | None = None
 
     def __enter__(self) -> Worker:
         return self
@@ -85,7 +86,16 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         os.close(self._replies)
-        self._process, self._buffer = None, b""
+        if self._stderr is not None:
+            self._stderr.close()
+        self._process, self._stderr, self._buffer = None, None, b""
+
+    def _said(self) -> str:
+        """The end of what the child wrote to standard error."""
+        assert self._stderr is not None
+        self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, self._stderr.tell() - TAIL))
+        return self._stderr.read().decode(errors="replace")
 
     def _start(self) -> None:
         read, write = os.pipe()
@@ -94,7 +104,7 @@ class Worker:
         if self.device == "cpu":
             environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         limits = (str(self.limits.launch), str(self.limits.first))
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child, see close()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sacts.conformance.child", str(write), self.adapter, self.device, *limits],
             stdin=subprocess.PIPE,
@@ -126,14 +136,9 @@ class Worker:
         from .judge import blank
 
         assert self._process is not None
-        if timed_out:
-            code = None
-        else:
-            code = self._process.wait()
+        code = None if timed_out else self._process.wait()
+        tail = self._said()
         self.close()
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - TAIL))
-        tail = self._stderr.read().decode(errors="replace")
         verdict, sentence = _cause(code, tail, launch, limit)
         return blank(self.adapter, self.device, cell, replicate, verdict, sentence)
 
@@ -147,7 +152,10 @@ def _cause(code: int | None, tail: str, launch: int, limit: float) -> tuple[Verd
         return Verdict.TIMEOUT, f"launch {launch} did not return within {limit:g} s{at}"
     if not launch:
         lines = tail.strip().splitlines()
-        return Verdict.CRASH, f"the process ended before the first launch ({lines[-1] if lines else f'exit code {code}'})"
+        return (
+            Verdict.CRASH,
+            f"the process ended before the first launch ({lines[-1] if lines else f'exit code {code}'})",
+        )
     if code < 0:
         return Verdict.CRASH, f"launch {launch} ended the process with {signal.Signals(-code).name}{at}"
     return Verdict.CRASH, f"launch {launch} ended the process with exit code {code}{at}"

@@ -1,4 +1,6 @@
-"""PyTorch's scaled_dot_product_attention with a dense mask: the declared dense fallback, and the simplest right backend."""
+"""PyTorch's scaled_dot_product_attention with a dense mask: the declared dense fallback, and the simplest right
+backend.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ import torch.nn.functional as F
 from sacts.conformance.adapter import Capabilities, Case, Outputs, Support, fallback
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec, CausalRule, DType
-
 
 _HALF = (DType.FP16, DType.BF16)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .cell import Cell, CellError, parse
 
-TIERS = Path(__file__).parent / "tiers"
+TIERS = Path(__file__).parent / "cells"
 
 
 class TierError(ValueError):

@@ -1,7 +1,8 @@
 """How much error each element may carry: gate A and the lse bound of GATES.md section 2.
 
-The bounds are a priori: they follow from the inputs and the numerics contract, never from the observed result, and hold for
-any order of tiles and splits. `Exactness` switches terms off where an input family makes them provably zero (GATES section 4).
+The bounds are a priori: they follow from the inputs and the numerics contract, never from the observed result, and
+hold for any order of tiles and splits. `Exactness` switches terms off where an input family makes them provably zero
+(GATES section 4).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from . import softmax
+from . import scores, softmax
 from .candidates import ValidatedCandidates
 from .formats import FORMATS, round_to
 from .forward import Group, Inputs, empty_result, groups
@@ -28,8 +29,9 @@ MAX_RHO = 0.5  # beyond this relative error of the denominator there is no bound
 
 @dataclass(frozen=True)
 class Exactness:
-    """What an input family proves about the arithmetic: `equal_logits`: all logits are exactly 0, so no rescale rounds, and
-    P = exp2(0) = 1 where the backend declares `unit_p`; `exact_sums`: every partial sum of P and of P V is an integer that FP32 holds.
+    """What an input family proves about the arithmetic: `equal_logits`: all logits are exactly 0, so no rescale
+    rounds, and P = exp2(0) = 1 where the backend declares `unit_p`; `exact_sums`: every partial sum of P and of P
+    V is an integer that FP32 holds.
     """
 
     equal_logits: bool = False
@@ -43,9 +45,10 @@ GENERIC = Exactness()
 class Expected:
     """What a result is judged by, per element.
 
-    out [tokens, heads, d_vo]; `half_width`: B', the error allowed before the output rounding; `out_lo`, `out_hi`: the closed
-    interval that a correct result lies in, out -+ B' rounded to the output format; lse and `lse_bound` [tokens, heads] (natural log); edges [tokens, heads]: keys attended by the row;
-    trusted [tokens, heads]: False where no bound exists (the denominator's relative error may exceed one half).
+    out [tokens, heads, d_vo]; `half_width`: B', the error allowed before the output rounding; `out_lo`, `out_hi`: the
+    closed interval that a correct result lies in, out -+ B' rounded to the output format; lse and `lse_bound`
+    [tokens, heads] (natural log); edges [tokens, heads]: keys attended by the row; trusted [tokens, heads]: False
+    where no bound exists (the denominator's relative error may exceed one half).
     """
 
     out: Array
@@ -59,8 +62,8 @@ class Expected:
 
 
 def gamma(n: NDArray[np.int64] | int) -> Array:
-    """Accumulation of n terms: |fl(sum) - sum| <= gamma(n) * sum |terms| for any FP32 order, rounded to nearest or to zero,
-    and for 16-bit tensor cores from Ampere on (GATES.md section 2).
+    """Accumulation of n terms: |fl(sum) - sum| <= gamma(n) * sum |terms| for any FP32 order, rounded to nearest or to
+    zero, and for 16-bit tensor cores from Ampere on (GATES.md section 2).
     """
     return (np.asarray(n, np.float64) + 2) * 2.0**-23
 
@@ -76,7 +79,14 @@ def expected(
     """Evaluate the reference and the allowance of every element for a backend with these numerics."""
     out, lse = empty_result(spec)
     result = Expected(
-        out, *(out.copy() for _ in range(3)), lse, np.zeros_like(lse), np.zeros(lse.shape, np.int64), np.ones(lse.shape, bool)
+        out=out,
+        half_width=np.zeros_like(out),
+        out_lo=np.zeros_like(out),
+        out_hi=np.zeros_like(out),
+        lse=lse,
+        lse_bound=np.zeros_like(lse),
+        edges=np.zeros(lse.shape, np.int64),
+        trusted=np.ones(lse.shape, bool),
     )
     for group in groups(spec, inputs, table, candidates):
         at = group.tokens, group.heads
@@ -164,12 +174,12 @@ def _weight_error(
         merge = 8 * U32 * np.abs(lse)[..., None] + numerics.u_exp + 4 * U32
         own = 0.0 if numerics.unit_p else numerics.u_exp
         return np.broadcast_to(own + merge * numerics.splits, s.shape)
-    products = spec.sm_scale * np.einsum("qhd,td->qht", np.abs(group.q), np.abs(group.k), optimize=True)  # S
+    products = scores.logits(np.abs(group.q), np.abs(group.k), spec.sm_scale)  # S
     largest = largest[..., None]
     fp64 = (group.q.shape[-1] + 4) * 2.0**-52 * products  # the reference's own error
     logit = (gamma(group.q.shape[-1]) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(s) + fp64
     rescales = _rescales(group, k, numerics)[..., None]
-    eta = (
+    eta: Array = (
         logit
         + 4 * U32 * (np.abs(s) + largest)
         + numerics.u_exp

@@ -1,12 +1,13 @@
 """Candidate lists: what a selector may say, what each illegal entry means, and the normalisation N(D, W, A, T).
 
 A list is CSR: `indptr` [rows + 1], `indices` [nnz]; entries are token ids, or block ids where spec.block_size > 1.
-`validate` decides about every entry before anything is launched (DESIGN section 4); membership is by logical position alone.
+`validate` decides about every entry before anything is launched (DESIGN section 4); membership is by logical position
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -30,7 +31,8 @@ class CandidateLists:
 
 @dataclass(frozen=True)
 class ValidatedCandidates:
-    """Lists that passed `validate`: entries unique in each row, `counts` the multiplicity of each (1 but for a multiset).
+    """Lists that passed `validate`: entries unique in each row, `counts` the multiplicity of each (1 but for a
+    multiset).
 
     Sorted by logical position, except for a sequence, whose order means something. `duplicates` were removed (set).
     """
@@ -98,7 +100,9 @@ def validate(
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         repeated = np.setdiff1d(np.arange(len(rows)), first)
         illegal += [
-            IllegalEntry(Severity.DUPLICATE, spec.row(int(rows[i])), int(entries[i]), int(values[i]), "repeats an entry")
+            IllegalEntry(
+                Severity.DUPLICATE, spec.row(int(rows[i])), int(entries[i]), int(values[i]), "repeats an entry"
+            )
             for i in repeated
         ]
     if illegal:
@@ -135,7 +139,7 @@ def _bad_positions(spec: AttentionSpec, rows: Ints, entries: Ints, values: Ints)
     position = np.asarray(spec.token_position, np.int64)[tokens]
     first = values * spec.block_size
     token_list = spec.block_size == 1 and spec.causal is not CausalRule.NONE
-    rules = (
+    rules: tuple[tuple[Severity, NDArray[np.bool_], Callable[[int], str]], ...] = (
         (Severity.OUT_OF_RANGE, values < 0, lambda i: "is negative and no declared sentinel"),
         (Severity.UNCOMMITTED, first >= seq_lens, lambda i: f"starts at or beyond T = {seq_lens[i]}"),
         (
@@ -151,9 +155,7 @@ def _bad_positions(spec: AttentionSpec, rows: Ints, entries: Ints, values: Ints)
     ]
 
 
-def _bad_pages(
-    spec: AttentionSpec, table: PageTable, rows: Ints, entries: Ints, values: Ints
-) -> list[IllegalEntry]:
+def _bad_pages(spec: AttentionSpec, table: PageTable, rows: Ints, entries: Ints, values: Ints) -> list[IllegalEntry]:
     illegal = []
     request_of_row = np.repeat(np.asarray(spec.token_request, np.int64), spec.num_kv_heads)
     for request, seq_len in enumerate(spec.seq_lens):
@@ -220,7 +222,7 @@ def normalize(
 
 
 def blocks_of(tokens: ArrayLike, block_size: int) -> tuple[Ints, NDArray[np.bool_]]:
-    """Tokens as blocks and masks, equation (2): block ids [u], and which of their slots are attended [u, block_size]."""
+    """Tokens as blocks and masks, equation (2): block ids [u], and which of their slots are attended [u, B]."""
     block, offset = np.divmod(np.unique(np.asarray(tokens, np.int64)), block_size)
     blocks, inverse = np.unique(block, return_inverse=True)
     mask = np.zeros((len(blocks), block_size), bool)

@@ -57,7 +57,7 @@ def round_to(x: ArrayLike, dtype: DType) -> Array:
 
 
 def half_spacing(x: ArrayLike, dtype: DType) -> Array:
-    """Half the distance from |x| to the next larger value of `dtype`: the most that rounding to x has moved a number."""
+    """Half the distance from |x| to the next larger value of `dtype`: how far rounding to x moves a number."""
     return np.ldexp(0.5, _spacing_exponent(np.asarray(x, np.float64), FORMATS[dtype]))
 
 

@@ -1,4 +1,6 @@
-"""Paged sparse attention, forward, DESIGN section 4: one dense FP64 evaluation per (request, KV head), unattended keys masked."""
+"""Paged sparse attention, forward, DESIGN section 4: one dense FP64 evaluation per (request, KV head), unattended
+keys masked.
+"""
 
 from __future__ import annotations
 

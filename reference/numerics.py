@@ -1,6 +1,8 @@
-"""The numerics contract: what a kernel declares about its arithmetic, so that its error can be bounded instead of guessed.
+"""The numerics contract: what a kernel declares about its arithmetic, so that its error can be bounded instead of
+guessed.
 
-A backend states formats, not tolerances; `bounds` turns them into an allowance for every element (GATES.md section 2).
+A backend states formats, not tolerances; `bounds` turns them into an allowance for every element (GATES.md section
+2).
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ class Numerics:
     l_sums_cast_p: the denominator adds the cast P, not the FP32 one.
     min_tile: the smallest number of slots between two rescales of the accumulator.
     splits: the backend may cut a row into splits and merge them, whatever the hint says.
-    unit_p: where all logits of a row are equal, every P is exactly 1, before and after its cast. False for an exponential with
-        exp(0) != 1, and for a backend that divides P by l before the cast.
+    unit_p: where all logits of a row are equal, every P is exactly 1, before and after its cast. False for an
+        exponential with exp(0) != 1, and for a backend that divides P by l before the cast.
     dense: tiles walk the whole KV range, not only the slots that the candidate entries name.
     """
 

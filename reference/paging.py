@@ -22,8 +22,9 @@ class Strides(NamedTuple):
 
 @dataclass(frozen=True)
 class PageTable:
-    """`table` [requests, max_pages]: the physical page of each logical page. Columns beyond a request's last committed
-    page are stale and mean nothing. `owned[n]`: the physical pages that request n may read; `num_pages`: pages in the pool.
+    """`table` [requests, max_pages]: the physical page of each logical page. Columns beyond a request's last
+    committed page are stale and mean nothing. `owned[n]`: the physical pages that request n may read; `num_pages`:
+    pages in the pool.
     """
 
     table: Ints
@@ -32,7 +33,7 @@ class PageTable:
     owned: tuple[frozenset[int], ...]
 
     def locate(self, request: int, t: ArrayLike) -> tuple[Ints, Ints, Ints]:
-        """l(t) and p(t): logical page, offset in the page, and physical page of logical positions `t` of one request."""
+        """l(t) and p(t): logical page, offset in it, and physical page of logical positions `t` of one request."""
         page, offset = np.divmod(np.asarray(t, np.int64), self.page_size)
         return page, offset, self.table[request, page]
 

@@ -13,7 +13,8 @@ Bools = NDArray[np.bool_]
 
 def logits(q: Array, k: Array, sm_scale: float) -> Array:
     """z = sm_scale * q.k: q [queries, heads, d] and the k [T, d] that these heads share -> [queries, heads, T]."""
-    return sm_scale * np.einsum("qhd,td->qht", q, k, optimize=True)
+    products: Array = np.einsum("qhd,td->qht", q, k, optimize=True)
+    return sm_scale * products
 
 
 def visible(spec: AttentionSpec, positions: NDArray[np.int64], t: NDArray[np.int64]) -> Bools:

@@ -1,7 +1,7 @@
 """Softmax by parts: states (m, l, o) per tile, their merge, and the end, equations (4)-(7).
 
-A state's arrays share leading dimensions: m, l [...], o [..., d_v]; o is not normalised. Slots with logit -inf carry no mass;
-a state without mass has l = 0 and whatever m: it never reaches the maximum.
+A state's arrays share leading dimensions: m, l [...], o [..., d_v]; o is not normalised. Slots with logit -inf carry
+no mass; a state without mass has l = 0 and whatever m: it never reaches the maximum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class State(NamedTuple):
 
 
 def tile_state(logits: Array, v: Array) -> State:
-    """The state of one tile: logits [..., n] (masked: -inf), v [n, d_v]. V of a masked slot does not matter, NaN included."""
+    """The state of one tile: logits [..., n] (masked: -inf), v [n, d_v]. V of a masked slot does not matter, NaN
+    included.
+    """
     m = logits.max(axis=-1, initial=-np.inf)
     p = np.exp(logits - np.where(np.isfinite(m), m, 0.0)[..., None])
     attended = np.isfinite(logits).any(axis=tuple(range(logits.ndim - 1)))

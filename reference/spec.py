@@ -53,12 +53,13 @@ class Row(NamedTuple):
 class AttentionSpec:
     """Everything about a paged sparse-attention call that a backend must not change.
 
-    Shapes that follow from it: q [num_tokens, num_qo_heads, head_dim_qk], out [num_tokens, num_qo_heads, head_dim_vo],
-    lse [num_tokens, num_qo_heads]. A candidate row is one (token, KV head); its index is token * num_kv_heads + kv_head.
+    Shapes that follow from it: q [num_tokens, num_qo_heads, head_dim_qk], out [num_tokens, num_qo_heads,
+    head_dim_vo], lse [num_tokens, num_qo_heads]. A candidate row is one (token, KV head); its index is token *
+    num_kv_heads + kv_head.
 
     `seq_lens[n]` is T, the committed KV length of request n in tokens; `qo_lens[n]` its number of queries.
-    `block_size` is the number of tokens that one candidate entry names (1: token selection).
-    `window_left` removes keys with t < position - window_left; -1 means no window.
+    `block_size` is the number of tokens that one candidate entry names (1: token selection). `window_left` removes
+    keys with t < position - window_left; -1 means no window.
 
     Raises ValueError, naming the field, for a spec that has no meaning.
     """
@@ -128,9 +129,7 @@ class AttentionSpec:
     @cached_property
     def token_position(self) -> tuple[int, ...]:
         """Logical position of each query token, T - q_len + i: [num_tokens]; negative where q_len > T."""
-        return tuple(
-            t - q + i for t, q in zip(self.seq_lens, self.qo_lens, strict=True) for i in range(q)
-        )
+        return tuple(t - q + i for t, q in zip(self.seq_lens, self.qo_lens, strict=True) for i in range(q))
 
     def row(self, index: int) -> Row:
         """The identity of candidate row `index`."""

@@ -5,7 +5,6 @@ One case is one JSON line, versioned, and validated when it is read.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterable
 from enum import StrEnum
@@ -49,8 +48,8 @@ class Gate(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Why a cell failed: the gate, the place in the field's words, and the sentence. `use` is observed error / allowed error
-    where the gate measures one.
+    """Why a cell failed: the gate, the place in the field's words, and the sentence. `use` is observed error /
+    allowed error where the gate measures one.
     """
 
     gate: Gate
@@ -126,7 +125,7 @@ def write(path: Path, records: Iterable[Record]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         file.writelines(encode(record) + b"\n" for record in ordered)
-    os.replace(file.name, path)
+    Path(file.name).replace(path)
 
 
 def read(path: Path) -> list[Record]:

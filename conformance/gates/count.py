@@ -1,7 +1,9 @@
-"""The count witness and its decoding step: a missing or doubled candidate is named by row and token, without a look inside.
+"""The count witness and its decoding step: a missing or doubled candidate is named by row and token, without a look
+inside.
 
-Detection takes one launch: logits are all equal, V holds +-1 codes, so out is the mean code and lse is ln k, almost to the bit.
-Decoding makes V one-hot over physical slots, so that out *is* the probability row (GATES.md section 7, tomography).
+Detection takes one launch: logits are all equal, V holds +-1 codes, so out is the mean code and lse is ln k, almost
+to the bit. Decoding makes V one-hot over physical slots, so that out *is* the probability row (GATES.md section 7,
+tomography).
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class Slots:
 
 
 def sensitive(expected: Expected) -> bool:
-    """Whether each row with a bound would show the loss of any one candidate: with opposite codes the mean moves by at least
-    about 1/k in some channel, more than the interval is wide there.
+    """Whether each row with a bound would show the loss of any one candidate: with opposite codes the mean moves by
+    at least about 1/k in some channel, more than the interval is wide there.
     """
     k = expected.edges
     rows = k > 1
@@ -53,13 +55,15 @@ def sensitive(expected: Expected) -> bool:
         return True
     moved = (1 - np.abs(expected.out)) / np.maximum(k - 1, 1)[..., None]
     width = np.maximum(expected.out_hi - expected.out, expected.out - expected.out_lo)
-    return bool((moved > width).any(axis=-1)[rows].all())
+    return bool(np.any(moved > width, axis=-1)[rows].all())
 
 
 def judge_count(
     launcher: Launcher, problem: Problem, inputs: Inputs, expected: Expected, observed: Observed, hints: Hints
 ) -> Finding | None:
-    """Requirement: each row attends exactly its candidates, each once (set), and its denominator counts the same edges."""
+    """Requirement: each row attends exactly its candidates, each once (set), and its denominator counts the same
+    edges.
+    """
     use = out_use(expected, observed, problem.spec.dtype)
     if largest(use) <= 1:
         return None
@@ -69,7 +73,9 @@ def judge_count(
     seen = float(observed.out[token, head, channel])
     gate = Gate.COUNT
     if not k or not np.isfinite(seen):
-        words = f"channel {channel} is {seen:.7g}, " + ("must be finite" if k else "but the row has no edge: out must be 0")
+        words = f"channel {channel} is {seen:.7g}, " + (
+            "must be finite" if k else "but the row has no edge: out must be 0"
+        )
     else:
         slots, weights, mass = _probability_row(launcher, problem, inputs, token, head, k, hints)
         gate, words = _explain(problem, slots, weights, mass, token, head, k)
@@ -129,7 +135,7 @@ def _explain(
     if (np.abs(times - counts) > 0.2).any():
         worst = int(np.abs(weights - expected / max(k, 1)).argmax())
         return Gate.COUNT, (
-            f"{_name(problem, slots, worst, token)} has weight {weights[worst]:.6g} instead of {expected[worst]:.0f}/{k}"
+            f"{_name(problem, slots, worst, token)} has weight {weights[worst]:.6g}, expected {expected[worst]:.0f}/{k}"
         )
     total = weights.sum()
     parts = [

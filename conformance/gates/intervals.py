@@ -18,7 +18,9 @@ LARGEST_USE = 1e30  # stands for infinity, which JSON cannot hold
 
 
 def _use(observed: Array, expected: Array, allowed: Array, rounding: Array | float, inside: NDArray[np.bool_]) -> Array:
-    """Observed error / allowed error per element, the final rounding taken off: at most 1 exactly where `inside`, which decides."""
+    """Observed error / allowed error per element, the final rounding taken off: at most 1 exactly where `inside`,
+    which decides.
+    """
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         use = np.maximum(np.abs(observed - expected) - rounding, 0.0) / allowed
     outside = np.where(np.isnan(use), LARGEST_USE, np.clip(use, 1 + 1e-9, LARGEST_USE))
@@ -63,7 +65,10 @@ def judge_lse(spec: AttentionSpec, expected: Expected, observed: Observed) -> Fi
 def _diagnose_lse(expected: Expected, observed: Observed) -> str:
     assert observed.lse is not None
     rows = np.isfinite(expected.lse) & (np.abs(expected.lse) > 0.1)
-    for factor, words in ((1 / np.log(2), "base 2 where natural is declared"), (np.log(2), "natural where base 2 is declared")):
+    for factor, words in (
+        (1 / np.log(2), "base 2 where natural is declared"),
+        (np.log(2), "natural where base 2 is declared"),
+    ):
         if rows.any() and np.allclose(observed.lse[rows], expected.lse[rows] * factor, rtol=1e-4, atol=0):
             return f"; every row is {factor:.4f} times the expected value: the logarithm is {words}"
     return ""
@@ -86,7 +91,9 @@ def judge_out(spec: AttentionSpec, expected: Expected, observed: Observed) -> Fi
 
 
 def could_have_failed(expected: Expected) -> bool:
-    """Whether a result of zeros would be rejected, or no row has an edge (then exact zeros are demanded of a poisoned buffer)."""
+    """Whether a result of zeros would be rejected, or no row has an edge (then exact zeros are demanded of a poisoned
+    buffer).
+    """
     rows = expected.edges > 0
     if not rows.any():
         return True

@@ -1,5 +1,5 @@
-"""Gate layout: what must not matter does not. Poison in every slot that no row attends, in stale page-table columns and in the
-workspace must leave every output bit as it was.
+"""Gate layout: what must not matter does not. Poison in every slot that no row attends, in stale page-table columns
+and in the workspace must leave every output bit as it was.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Input families: the values of q, K and V for a problem, and what each family proves.
 
-K and V are [L, page_size, num_kv_heads, d] over the live pages, decoys and tails included; every value is exact in the dtype.
+K and V are [L, page_size, num_kv_heads, d] over the live pages, decoys and tails included; every value is exact in
+the dtype.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ def _count(problem: Problem) -> Inputs:
 
 
 def _paired_codes(problem: Problem, draw: Draw, shape: tuple[int, ...]) -> Array:
-    """+-1 codes; attended slots of a request and KV head are paired at random, across pages, with opposite codes, all but one or
-    two: a row that attends them all sums to almost zero, so that one lost or doubled candidate moves the output far beyond its
-    rounding, yet not to zero in every channel, so that a backend that returns zeros, or another head's mean, is found too.
+    """+-1 codes; attended slots of a request and KV head are paired at random, across pages, with opposite codes, all
+    but one or two: a row that attends them all sums to almost zero, so that one lost or doubled candidate moves
+    the output far beyond its rounding, yet not to zero in every channel, so that a backend that returns zeros, or
+    another head's mean, is found too.
     """
     v = draw.signs(shape)
     for request in range(problem.spec.num_requests):
@@ -97,7 +99,7 @@ RANDOM = Probe(
 )
 COUNT = Probe(
     "count",
-    "each row attends exactly its candidates, each once: with equal logits the output is their mean code and lse is ln k",
+    "each row attends exactly its candidates, each once: with equal logits, out is their mean code and lse is ln k",
     Exactness(equal_logits=True, exact_sums=True),
     _count,
 )

@@ -1,5 +1,5 @@
-"""Seeded faults: each is one small patch on the bundled Triton backend, with the public failure it stands for, the gate that must
-catch it and the words that its place must be named with. The catalogue is data: `catalogue.toml`.
+"""Seeded faults: each is one small patch on the bundled Triton backend, with the public failure it stands for, the
+gate that must catch it and the words that its place must be named with. The catalogue is data: `catalogue.toml`.
 
 `sacts.kernels_under_test.faults:NAME` names the faulty adapter, so `sacts run --adapter` takes it like any other.
 """
@@ -26,8 +26,8 @@ class FaultError(ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One seeded fault: `find` in `file` becomes `replace`. `gates`: what may be named; `place`: a pattern that one sentence must
-    match; `verdict`: `fail`, or `crash` for a fault that may end the process.
+    """One seeded fault: `find` in `file` becomes `replace`. `gates`: what may be named; `place`: a pattern that one
+    sentence must match; `verdict`: `fail`, or `crash` for a fault that may end the process.
     """
 
     name: str
@@ -63,7 +63,9 @@ def seed(fault: Fault) -> Any:
         target = folder / package / fault.file
         text = target.read_text(encoding="utf-8")
         if text.count(fault.find) != 1:
-            raise FaultError(f"fault {fault.name}: {text.count(fault.find)} places in {fault.file} read {fault.find!r}, expected 1")
+            raise FaultError(
+                f"fault {fault.name}: {text.count(fault.find)} places in {fault.file} read {fault.find!r}, expected 1"
+            )
         target.write_text(text.replace(fault.find, fault.replace), encoding="utf-8")
         sys.path.insert(0, str(folder))
         try:

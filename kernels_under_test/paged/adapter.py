@@ -1,7 +1,7 @@
 """The bundled Triton backend: normalises raw candidate lists in `plan`, computes in `run`.
 
-On a GPU the kernels are compiled; where TRITON_INTERPRET is set when this module is imported, they run in the interpreter on CPU
-tensors, compute in FP32 throughout, and torch makes the final cast.
+On a GPU the kernels are compiled; where TRITON_INTERPRET is set when this module is imported, they run in the
+interpreter on CPU tensors, compute in FP32 throughout, and torch makes the final cast.
 """
 
 from __future__ import annotations
@@ -44,8 +44,14 @@ class Adapter:
     def support(self, spec: AttentionSpec) -> Support:
         """Native for what the kernel was written for, refused with the reason otherwise; never another path."""
         for holds, reason in (
-            (_is_power_of_two(spec.head_dim_qk) and spec.head_dim_qk >= 16, "head_dim_qk is not a power of two from 16"),
-            (_is_power_of_two(spec.head_dim_vo) and spec.head_dim_vo >= 16, "head_dim_vo is not a power of two from 16"),
+            (
+                _is_power_of_two(spec.head_dim_qk) and spec.head_dim_qk >= 16,
+                "head_dim_qk is not a power of two from 16",
+            ),
+            (
+                _is_power_of_two(spec.head_dim_vo) and spec.head_dim_vo >= 16,
+                "head_dim_vo is not a power of two from 16",
+            ),
             (spec.candidate_kind is CandidateKind.SET, "candidates are not a set"),
             (spec.empty_row is EmptyRowRule.ZERO, "empty rows are not zero"),
         ):

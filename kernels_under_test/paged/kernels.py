@@ -1,8 +1,8 @@
-"""The kernels. A candidate row is one (query token, KV head) and serves the query heads of its group; a program takes one row and
-one split of its slots. A slot is one token of one candidate entry: slot n names entry n // BLOCK_SIZE.
+"""The kernels. A candidate row is one (query token, KV head) and serves the query heads of its group; a program takes
+one row and one split of its slots. A slot is one token of one candidate entry: slot n names entry n // BLOCK_SIZE.
 
-Under the interpreter (UPCAST) low precision is lifted to FP32 right after the load and results are stored as FP32: its bf16
-arithmetic is wrong and its casts truncate (DESIGN section 10).
+Under the interpreter (UPCAST) low precision is lifted to FP32 right after the load and results are stored as FP32:
+its bf16 arithmetic is wrong and its casts truncate (DESIGN section 10).
 """
 
 import triton
@@ -137,7 +137,9 @@ def merge_kernel(
     HEAD_DIM_VO: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Merge the splits of BLOCK_M output rows, equation (7): un-normalised states on one maximum; empty splits carry no mass."""
+    """Merge the splits of BLOCK_M output rows, equation (7): un-normalised states on one maximum; empty splits carry
+    no mass.
+    """
     out_row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = out_row < num_heads
     dim_vo = tl.arange(0, HEAD_DIM_VO)
