@@ -161,7 +161,7 @@ def run(
     _check_device(device)
     with _tier_of(cells or [], _tier_path(tier)) as (path, chosen, needed):
         _cells(path)
-        both = " and ".join(f"({part})" for part in (chosen, expression) if part)
+        both = f"({chosen}) and ({expression})" if chosen and expression else chosen or expression
         selection = Selection(
             path,
             adapters,

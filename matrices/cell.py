@@ -41,8 +41,9 @@ class Cell:
             value = getattr(self, axis.name)
             if axis.values is not None and value not in axis.values:
                 raise CellError(f"axis {axis.name} has no value {value!r}; {_choices(str(value), axis.values)}")
-        if len(self.heads) != 2:
-            raise CellError(f"axis heads takes query heads - KV heads, such as 4-2, got {_text(self.heads, '-')}")
+        if len(self.heads) != 2 or self.heads[0] % self.heads[1]:
+            seen = _text(self.heads, "-")
+            raise CellError(f"axis heads takes query heads - KV heads, a multiple of them, such as 4-2; got {seen}")
         for holds, message in (
             (self.kv, "axis kv names no request"),
             (self.phase == "prefill" or not self.q, "axis q belongs to prefill; decode has one query a request"),
@@ -83,7 +84,7 @@ def _part(cell: Cell, axis: Axis) -> str:
 
 def _choices(wrong: str, valid: tuple[str, ...] | list[str]) -> str:
     near = get_close_matches(wrong, valid, n=1, cutoff=0.5)
-    return (f"did you mean {near[0]!r}? " if near else "") + "valid: " + ", ".join(valid)
+    return (f"did you mean {str(near[0])!r}? " if near else "") + "valid: " + ", ".join(valid)
 
 
 def parse(text: str) -> Cell:

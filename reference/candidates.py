@@ -137,19 +137,22 @@ def _bad_positions(spec: AttentionSpec, rows: Ints, entries: Ints, values: Ints)
     tokens = rows // spec.num_kv_heads
     seq_lens = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)[tokens]]
     position = np.asarray(spec.token_position, np.int64)[tokens]
-    first = values * spec.block_size
     token_list = spec.block_size == 1 and spec.causal is not CausalRule.NONE
     rules: tuple[tuple[Severity, NDArray[np.bool_], Callable[[int], str]], ...] = (
         (Severity.OUT_OF_RANGE, values < 0, lambda i: "is negative and no declared sentinel"),
-        (Severity.UNCOMMITTED, first >= seq_lens, lambda i: f"starts at or beyond T = {seq_lens[i]}"),
+        (
+            Severity.UNCOMMITTED,
+            values >= -(-seq_lens // spec.block_size),
+            lambda i: f"starts at or beyond T = {seq_lens[i]}",
+        ),
         (
             Severity.ACAUSAL,
-            token_list & (first > position) & (first < seq_lens),
+            token_list & (values >= 0) & (values > position) & (values < seq_lens),
             lambda i: f"lies beyond the query's position {position[i]}",
         ),
     )
     return [
-        IllegalEntry(severity, spec.row(int(rows[i])), int(entries[i]), int(values[i]), reason(i))
+        IllegalEntry(severity, spec.row(int(rows[i])), int(entries[i]), int(values[i]), reason(int(i)))
         for severity, bad, reason in rules
         for i in np.flatnonzero(bad)
     ]
@@ -163,12 +166,10 @@ def _bad_pages(spec: AttentionSpec, table: PageTable, rows: Ints, entries: Ints,
         if not len(mine):
             continue
         last = (seq_len - 1) // table.page_size
-        bad = np.array([_page_fault(table, request, page) for page in range(last + 1)], object)
+        faults = {page: fault for page in range(last + 1) if (fault := _page_fault(table, request, page))}
         first_page = values[mine] * spec.block_size // table.page_size
         last_page = np.minimum(((values[mine] + 1) * spec.block_size - 1) // table.page_size, last)
-        faulty = np.flatnonzero(bad)
-        for page in faulty:
-            severity, reason = bad[page]
+        for page, (severity, reason) in faults.items():
             illegal += [
                 IllegalEntry(severity, spec.row(int(rows[i])), int(entries[i]), int(values[i]), reason)
                 for i in mine[(first_page <= page) & (page <= last_page)]
@@ -177,6 +178,9 @@ def _bad_pages(spec: AttentionSpec, table: PageTable, rows: Ints, entries: Ints,
 
 
 def _page_fault(table: PageTable, request: int, page: int) -> tuple[Severity, str] | None:
+    if page >= table.table.shape[1]:
+        columns = table.table.shape[1]
+        return Severity.OUT_OF_RANGE, f"needs logical page {page}, but the page table has {columns} columns"
     physical = int(table.table[request, page])
     where = f"needs logical page {page}, which maps to physical page {physical}"
     if not 0 <= physical < table.num_pages:

@@ -64,4 +64,4 @@ def half_spacing(x: ArrayLike, dtype: DType) -> Array:
 def _spacing_exponent(x: Array, fmt: Format) -> NDArray[np.int_]:
     """e such that the values of `fmt` around x lie 2^e apart: frexp puts |x| in [2^(exponent-1), 2^exponent)."""
     _, exponent = np.frexp(x)
-    return np.maximum(exponent, fmt.emin + 1) - fmt.precision
+    return np.where(x == 0, fmt.emin + 1, np.maximum(exponent, fmt.emin + 1)) - fmt.precision

@@ -78,9 +78,10 @@ def groups(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: Va
         for head in range(spec.num_kv_heads):
             heads = slice(head * spec.group_size, (head + 1) * spec.group_size)
             q = inputs.q[tokens, heads]
-            with np.errstate(divide="ignore"):
-                log_counts = np.log(counts[:, head])[:, None]
-            z = scores.logits(q, k[:, head], spec.sm_scale) + log_counts
+            edge = (counts[:, head] > 0)[:, None]
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # what stands in other slots is junk
+                weighted = scores.logits(q, k[:, head], spec.sm_scale) + np.log(counts[:, head])[:, None]
+            z = np.where(edge, weighted, -np.inf)
             slots = entries[tokens, head] * spec.block_size
             yield Group(tokens, heads, q, k[:, head], v[:, head], counts[:, head], z, slots)
 

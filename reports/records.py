@@ -122,10 +122,12 @@ def decode(line: bytes | str) -> Record:
 def write(path: Path, records: Iterable[Record]) -> None:
     """Write records as JSON lines, ordered by adapter, device, cell and replicate; renamed into place when complete."""
     ordered = sorted(records, key=lambda r: (r.adapter, r.device, r.cell, r.replicate))
+    lines = b"".join(encode(record) + b"\n" for record in ordered)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.writelines(encode(record) + b"\n" for record in ordered)
-    Path(file.name).replace(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        whole = Path(folder) / path.name
+        whole.write_bytes(lines)
+        whole.replace(path)
 
 
 def read(path: Path) -> list[Record]:

@@ -1,0 +1,99 @@
+"""Every seeded fault is killed by the gate that the catalogue names, with its place; the bare backend fails nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sacts.conformance.audit import audit
+from sacts.conformance.judge import blank
+from sacts.conformance.session import Selection, judge_all
+from sacts.conformance.worker import Limits
+from sacts.kernels_under_test import faults
+from sacts.reports.records import Finding, Gate, Record, Verdict
+
+CELLS = Path(__file__).parent / "audit.cells"
+CATALOGUE = faults.catalogue()
+DEMANDED = {
+    "duplicate_counted_twice",
+    "last_tile_dropped",
+    "mask_after_exp",
+    "merge_of_normalised_splits",
+    "base2_lse",
+    "causal_by_physical_order",
+    "wrong_page_for_v",
+    "tail_slot_attended",
+    "nan_through_v",
+    "sm_scale_missing",
+}
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    adapters = ["triton", *(fault.adapter for fault in CATALOGUE.values())]
+    selection = Selection(CELLS, adapters, processes=2, limits=Limits(10.0, 30.0))
+    return judge_all(selection, Console(quiet=True))
+
+
+def test_every_seeded_fault_is_caught_and_named(records: list[Record]) -> None:
+    outcomes = audit(CATALOGUE.values(), records)
+    assert {outcome.fault.name for outcome in outcomes} >= DEMANDED
+    missed = {o.fault.name: o.shown and o.shown.sentence for o in outcomes if not o.caught}
+    assert not missed
+
+
+def test_the_unpatched_backend_raises_nothing(records: list[Record]) -> None:
+    mine = [record for record in records if record.adapter == "triton"]
+    assert len(mine) == 8
+    assert {record.verdict for record in mine} == {Verdict.PASS}
+
+
+def test_every_gate_has_a_fault_that_it_catches(records: list[Record]) -> None:
+    assert {record.finding.gate for record in records if record.finding} == set(Gate)
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str = "x"
+    adapter: str = "x"
+    gates: tuple[str, ...] = ("count",)
+    place: str = r"token \d+"
+    verdict: str = "fail"
+
+
+def failed(gate: Gate, sentence: str) -> Record:
+    record = blank("x", "cpu", "c", 0, Verdict.FAIL, sentence)
+    return Record(
+        **{f: getattr(record, f) for f in record.__struct_fields__} | {"finding": Finding(gate, "", sentence)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "judged", "caught"),
+    [
+        (Entry(), [failed(Gate.COUNT, "token 3 missing")], True),
+        (Entry(), [failed(Gate.COUNT, "something")], False),
+        (Entry(), [failed(Gate.OUT, "token 3 missing")], False),
+        (Entry(), [failed(Gate.COUNT, "token 3 missing"), failed(Gate.OUT, "channel 3")], False),
+        (Entry(), [blank("x", "cpu", "c", 0, Verdict.PASS)], False),
+        (Entry(), [blank("x", "cpu", "c", 0, Verdict.CRASH, "token 3")], False),
+        (Entry(verdict="crash"), [blank("x", "cpu", "c", 0, Verdict.CRASH, "token 3")], True),
+        (Entry(), [], False),
+    ],
+)
+def test_the_audit_itself_can_fail(entry: Entry, judged: list[Record], caught: bool) -> None:
+    assert audit([entry], judged)[0].caught is caught
+
+
+def test_a_patch_that_no_longer_fits_is_refused() -> None:
+    stale = replace(next(iter(CATALOGUE.values())), name="stale", find="text that stands nowhere")
+    with pytest.raises(faults.FaultError, match=r"0 places in adapter\.py read 'text that stands nowhere', expected 1"):
+        faults.seed(stale)
+
+
+def test_an_unknown_fault_is_named() -> None:
+    with pytest.raises(AttributeError, match="no seeded fault 'nonsense'; faults: duplicate_counted_twice"):
+        faults.nonsense  # noqa: B018 - the attribute access is what is tested

@@ -1,0 +1,127 @@
+"""The bounds against the formulas of GATES.md section 2, written out edge by edge in Python floats."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sacts.reference.bounds import Expected, expected
+from sacts.reference.candidates import CandidateLists, validate
+from sacts.reference.forward import Inputs
+from sacts.reference.numerics import Numerics
+from sacts.reference.paging import PagedCache, PageTable
+from sacts.reference.spec import AttentionSpec, DType
+
+Array = NDArray[np.float64]
+
+U32 = 2.0**-24
+U = {DType.FP16: 2.0**-11, DType.BF16: 2.0**-8, DType.FP32: 2.0**-24}
+A = {DType.FP16: 2.0**-25, DType.BF16: 2.0**-134, DType.FP32: 2.0**-150}  # half the smallest subnormal
+CASTS = {DType.FP16: np.float16, DType.FP32: np.float32}
+SCALE = 0.4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One query over its k candidates: q [d], k [k, d], v [k, d_vo]."""
+
+    q: Array
+    k: Array
+    v: Array
+
+
+def gamma(n: int) -> float:
+    return (n + 2) * 2.0**-23
+
+
+def written_out(row: Row, numerics: Numerics, walked: int) -> tuple[list[float], float]:
+    """B' of each channel, and the lse bound; `walked`: slots that the tiles walk over."""
+    k, d = row.k.shape
+    s = [SCALE * math.fsum(a * b for a, b in zip(row.q, key, strict=True)) for key in row.k]
+    products = [SCALE * math.fsum(abs(a * b) for a, b in zip(row.q, key, strict=True)) for key in row.k]
+    top = max(s)
+    l = math.fsum(math.exp(x - top) for x in s)  # noqa: E741
+    lse = top + math.log(l)
+    w = [math.exp(x - lse) for x in s]
+    m = max(map(abs, s))
+    u_p, a_p = U[numerics.p], A[numerics.p]
+    rescales = min(k, math.ceil(walked / numerics.min_tile))
+    eta = []
+    for x, size in zip(s, products, strict=True):
+        e = (gamma(d) + 2 * numerics.u_operand) * size + 2 * U32 * abs(x)
+        merge = numerics.u_exp + 8 * U32 * max(abs(lse), m) + 4 * U32 if numerics.splits else 0.0
+        rescale = rescales * (numerics.u_exp + 2 * U32)
+        eta.append(e + 4 * U32 * (abs(x) + m) + numerics.u_exp + rescale + 6 * U32 * m + merge)
+    mean_eta = math.fsum(a * b for a, b in zip(w, eta, strict=True))
+    cast_l = u_p + a_p * k / l if numerics.l_sums_cast_p else 0.0
+    rho = mean_eta + gamma(k) + cast_l
+    half_width = []
+    for column in row.v.T:
+        out = math.fsum(a * b for a, b in zip(w, column, strict=True))
+        total = math.fsum(a * abs(b) for a, b in zip(w, column, strict=True))
+        plain = math.fsum(map(abs, column))
+        terms = [
+            math.fsum(a * b * abs(c) for a, b, c in zip(w, eta, column, strict=True)) + abs(out) * mean_eta,
+            u_p * total + a_p / l * plain,
+            (gamma(k) + rescales * U32) * (1 + u_p) * total,
+            (gamma(k) + 4 * U32 + cast_l) * abs(out),
+            U[numerics.partial] * total + A[numerics.partial] if numerics.splits else 0.0,
+            2.0**-126 * (2 + plain / min(l, 1.0)),
+        ]
+        half_width.append(math.fsum(terms) / (1 - rho))
+    log_error = 2 * (2.0**-21 + 4 * U32 * (abs(math.log(l)) + abs(lse) + m)) + U32 * abs(lse)
+    return half_width, rho / (1 - rho) + log_error
+
+
+def evaluated(row: Row, seq_len: int, numerics: Numerics) -> Expected:
+    k, d = row.k.shape
+    spec = AttentionSpec(1, 1, d, row.v.shape[1], seq_len, (seq_len,), (1,), DType.FP32, SCALE)
+    keys, values = (np.zeros((1, seq_len, 1, x.shape[1])) for x in (row.k, row.v))
+    chosen = np.random.default_rng(1).permutation(seq_len)[:k]
+    keys[0, chosen, 0], values[0, chosen, 0] = row.k, row.v
+    table = PageTable(np.zeros((1, 1), np.int64), seq_len, 1, (frozenset({0}),))
+    page = np.zeros(1, np.int64)
+    inputs = Inputs(row.q[None, None], PagedCache(page, keys), PagedCache(page, values))
+    lists = validate(spec, CandidateLists(np.array([0, k]), chosen), table)
+    return expected(spec, inputs, table, lists, numerics)
+
+
+CONTRACTS = {
+    "bf16": Numerics.default(DType.BF16),
+    "fp16": Numerics.default(DType.FP16),
+    "fp32": Numerics.default(DType.FP32),
+    "no splits": Numerics(DType.BF16, DType.FP16, splits=False),
+    "low-precision partials": Numerics(DType.FP32, DType.FP32, partial=DType.FP16),
+    "cubic exponential": Numerics(DType.FP16, DType.FP16, u_exp=1.1e-4),
+    "tf32 operands": Numerics(DType.FP32, DType.FP32, u_operand=2.0**-11),
+    "l sums the cast P": Numerics(DType.FP16, DType.FP32, l_sums_cast_p=True),
+    "dense": Numerics(DType.FP32, DType.FP32, dense=True),
+    "tiles of 64": Numerics(DType.FP32, DType.FP32, min_tile=64),
+    "tiles of one slot": Numerics(DType.FP32, DType.FP32, min_tile=1),
+}
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("spread", [1.0, 6.0, 0.01])
+def test_the_bounds_are_the_formulas_of_gates_section_2(contract: str, spread: float) -> None:
+    random = np.random.default_rng(7)
+    row = Row(random.normal(size=24), spread * random.normal(size=(70, 24)), 0.3 + random.normal(size=(70, 5)))
+    numerics = CONTRACTS[contract]
+    found = evaluated(row, 300, numerics)
+    half_width, lse_bound = written_out(row, numerics, walked=300 if numerics.dense else 70)
+    np.testing.assert_allclose(found.half_width[0, 0], half_width, rtol=1e-6)
+    np.testing.assert_allclose(found.lse_bound[0, 0], lse_bound, rtol=1e-6)
+
+
+@pytest.mark.parametrize("out", CASTS)
+def test_the_interval_is_the_rounded_result_with_its_half_width_on_both_sides(out: DType) -> None:
+    random = np.random.default_rng(8)
+    row = Row(random.normal(size=16), random.normal(size=(40, 16)), random.normal(size=(40, 32)))
+    found = evaluated(row, 64, Numerics(DType.BF16, out))
+    np.testing.assert_array_equal(found.out_lo, (found.out - found.half_width).astype(CASTS[out]))
+    np.testing.assert_array_equal(found.out_hi, (found.out + found.half_width).astype(CASTS[out]))
+    assert (found.out_lo < found.out_hi).all()

@@ -1,0 +1,101 @@
+"""The command line: exit codes, and messages that name what was wrong and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sacts.reports import records
+from sacts.reports.records import Verdict
+
+SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
+MISBEHAVING = str(Path(__file__).parent / "adapters" / "misbehaving.py")
+
+
+def sacts(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SACTS, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "-a", "tritn"], "no adapter 'tritn'; did you mean 'triton'? installed: sdpa, triton"),
+        (["run", "-a", "nowhere.py"], "adapter 'nowhere.py': there is no file nowhere.py"),
+        (["run", "-a", "no_module:x"], "adapter 'no_module:x': there is no module no_module"),
+        (["run", "-t", "smok"], "no tier 'smok'; did you mean 'smoke'?"),
+        (["matrix", "list", "-t", "smok"], "no tier 'smok'; did you mean 'smoke'?"),
+        (["run", "-d", "gpu"], "device 'gpu' is not usable here"),
+        (["run", "-k", "nothing"], "no cell of smoke.cells matches -k 'nothing'; see sacts matrix list"),
+        (["run", "-k", "a and"], "Wrong expression passed to '-k': a and"),
+        (
+            ["run", "decode/fp16/kv:17/patern:all"],
+            "'patern:all' in 'decode/fp16/kv:17/patern:all' names no axis; did you mean 'pattern'?",
+        ),
+        (["run", "decode/fp16/kv:17/patern:all"], "nearest cell of smoke: decode/fp16/kv:17/pattern:all"),
+        (["run", "decode/fp15/kv:17"], "axis dtype has no value 'fp15'; did you mean 'fp16'?"),
+        (["audit", "tail_slot"], "no seeded fault 'tail_slot'; did you mean 'tail_slot_attended'?"),
+        (["run", "--nonsense"], "No such option"),
+    ],
+)
+def test_bad_usage_exits_2_and_says_what_is_valid(tmp_path: Path, arguments: list[str], words: str) -> None:
+    done = sacts(tmp_path, *arguments)
+    assert done.returncode == records.EXIT_USAGE
+    assert words in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_tier_file_names_its_line(tmp_path: Path) -> None:
+    tier = tmp_path / "mine.cells"
+    tier.write_text("# mine\ndecode/fp16/kv:3\ndecode/fp16/kv:x\n")
+    done = sacts(tmp_path, "run", "-t", str(tier))
+    assert done.returncode == records.EXIT_USAGE
+    assert "mine.cells line 3: axis kv takes integers, got 'x'" in done.stderr
+
+
+def test_four_bad_cells_are_four_verdicts(tmp_path: Path) -> None:
+    tier = tmp_path / "mine.cells"
+    tier.write_text("".join(f"decode/fp16/kv:{n}/pattern:all\n" for n in (20, 101, 102, 103, 104, 21)))
+    limits = ["--timeout", "2", "--compile-timeout", "2"]
+    done = sacts(tmp_path, "run", "-t", str(tier), "-a", MISBEHAVING, "-n", "2", *limits)
+    assert done.returncode == records.EXIT_FAILURES
+    judged = records.read(tmp_path / "sacts-report" / "records.jsonl")
+    bad = {record.cell: record.verdict for record in judged if not record.accepted}
+    assert len(judged) == 6
+    assert bad == {
+        "decode/fp16/kv:101/pattern:all": Verdict.CRASH,
+        "decode/fp16/kv:102/pattern:all": Verdict.TIMEOUT,
+        "decode/fp16/kv:103/pattern:all": Verdict.ERROR,
+        "decode/fp16/kv:104/pattern:all": Verdict.FAIL,
+    }
+    for cell in bad:
+        assert f"reproduce: sacts run --adapter {MISBEHAVING} {cell}" in done.stdout
+    assert "2 of 6" in done.stdout
+
+
+def test_a_printed_reproducer_runs_that_case_alone(tmp_path: Path) -> None:
+    done = sacts(tmp_path, "run", "-a", "sdpa", "decode/fp16/kv:17/pattern:all/replicate:2")
+    assert done.returncode == records.EXIT_ACCEPTED
+    (record,) = records.read(tmp_path / "sacts-report" / "records.jsonl")
+    assert (record.cell, record.replicate) == ("decode/fp16/kv:17/pattern:all", 2)
+
+
+def test_an_adapter_file_in_the_users_folder_is_judged(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --nonsense\n")
+    (tmp_path / "mine.py").write_text("from sacts.kernels_under_test.sdpa import Adapter as Mine\n")
+    done = sacts(tmp_path, "run", "-a", "mine.py:Mine", "-k", "kv:17")
+    assert done.returncode == records.EXIT_ACCEPTED, done.stderr
+    assert "1 fallback" in done.stdout
+
+
+def test_matrix_list_prints_ids_that_parse_and_the_axes(tmp_path: Path) -> None:
+    listed = sacts(tmp_path, "matrix", "list").stdout.splitlines()
+    assert "decode/fp16/kv:128/page:64/pattern:example/map:example" in listed
+    assert "window_left" in sacts(tmp_path, "matrix", "list", "--axes").stdout
+
+
+def test_the_catalogue_is_listed_without_running_it(tmp_path: Path) -> None:
+    listed = sacts(tmp_path, "audit", "--list").stdout
+    assert "tail_slot_attended: slots of the last block beyond T are not masked" in listed

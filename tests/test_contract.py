@@ -1,0 +1,186 @@
+"""The contract: what a backend may touch and must return. Each breach is a backend that is right but for one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sacts.conformance.adapter import (
+    NATIVE,
+    Backend,
+    Capabilities,
+    Case,
+    LseBase,
+    Outputs,
+    Refused,
+    Support,
+    fallback,
+    refused,
+)
+from sacts.conformance.judge import judge
+from sacts.conformance.launch import Launcher
+from sacts.kernels_under_test.sdpa import Adapter as Right
+from sacts.matrices.cell import parse
+from sacts.reference.spec import AttentionSpec
+from sacts.reports.records import Gate, Record, Verdict
+
+CELL = parse("decode/fp32/kv:40+0+21")
+
+
+class Bent:
+    """The dense backend with its outputs bent."""
+
+    def __init__(self, bend: Callable[[Case, Outputs], Any], support: Support | None = None, **declared: Any) -> None:
+        self.capabilities = replace(Right.capabilities, **declared)
+        self._bend, self._support = bend, support or fallback("dense")
+
+    def support(self, spec: AttentionSpec) -> Support:
+        return self._support
+
+    def run(self, case: Case, plan: object = None) -> Any:
+        return self._bend(case, Right().run(case))
+
+
+def record_of(backend: object, cell: str = CELL.id) -> Record:
+    return judge(Launcher(Backend(backend), "cpu"), "bent", parse(cell))
+
+
+def spoil_guard(case: Case, outputs: Outputs, name: str, at: int) -> Outputs:
+    getattr(case, name).view(-1).as_strided((1,), (1,), getattr(case, name).storage_offset() + at).fill_(1)
+    return outputs
+
+
+def own_out(case: Case, outputs: Outputs, fill: bool) -> Outputs:
+    out = torch.empty_like(outputs.out)
+    out[:1] = outputs.out[:1]
+    if fill:
+        out[1:] = outputs.out[1:]
+    return Outputs(out, outputs.lse)
+
+
+def unwritten(case: Case, outputs: Outputs) -> Outputs:
+    pattern = torch.tensor(0x7FDADADA, dtype=torch.int32).view(torch.float32)
+    outputs.out[1, 2] = pattern
+    return outputs
+
+
+def changed(name: str) -> Callable[[Case, Outputs], Outputs]:
+    def bend(case: Case, outputs: Outputs) -> Outputs:
+        getattr(case, name).view(-1)[-1].add_(1)
+        return outputs
+
+    return bend
+
+
+BREACHES = {
+    "returns a tuple": (lambda c, o: (o.out, o.lse), "run must return Outputs, got tuple"),
+    "out is no tensor": (lambda c, o: replace(o, out=o.out.numpy()), "out must be a tensor, got ndarray"),
+    "lse shape": (lambda c, o: replace(o, lse=o.lse.T.contiguous()), "lse has shape (4, 3), expected (3, 4)"),
+    "out dtype": (lambda c, o: replace(o, out=o.out.half()), "out has dtype torch.float16, expected torch.float32"),
+    "lse dtype": (lambda c, o: replace(o, lse=o.lse.double()), "lse has dtype torch.float64, expected torch.float32"),
+    "path": (lambda c, o: replace(o, path="native"), "took the path native, but declared fallback(dense)"),
+    "before out": (lambda c, o: spoil_guard(c, o, "out", -2), "wrote outside out: 2 elements before it"),
+    "behind out": (lambda c, o: spoil_guard(c, o, "out", 3 * 4 * 64), "wrote outside out: 1 elements behind it"),
+    "behind lse": (lambda c, o: spoil_guard(c, o, "lse", 3 * 4 + 4), "wrote outside lse: 5 elements behind it"),
+    "unwritten": (unwritten, "row (request 1, query 0, KV head 1), query head 2: out was never written (64 of 768"),
+    "own tensor, not filled": (lambda c, o: own_out(c, o, fill=False), "query head 0: channel 0 is nan"),
+    **{
+        name: (changed(name), f"the launch changed its input {name}")
+        for name in ("q", "k_cache", "v_cache", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices")
+    },
+}
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_each_breach_of_the_contract_is_named(name: str) -> None:
+    bend, words = BREACHES[name]
+    record = record_of(Bent(bend))
+    assert record.verdict is Verdict.FAIL
+    assert words in record.sentence
+
+
+def test_the_backend_is_right_when_it_is_not_bent() -> None:
+    assert record_of(Bent(lambda c, o: o)).verdict is Verdict.FALLBACK
+
+
+def test_own_tensors_are_accepted_when_every_element_is_written() -> None:
+    assert record_of(Bent(lambda c, o: own_out(c, o, fill=True))).verdict is Verdict.FALLBACK
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_backend_without_lse_is_judged_by_out_and_says_so() -> None:
+    record = record_of(Bent(lambda c, o: replace(o, lse=None)))
+    assert record.verdict is Verdict.FALLBACK
+    assert record.gates[Gate.LSE] == "not offered"
+
+
+@pytest.mark.parametrize(
+    ("declared", "bend", "words"),
+    [
+        ({"lse_base": LseBase.TWO}, lambda c, o: o, "the logarithm is natural where base 2 is declared"),
+        (
+            {},
+            lambda c, o: replace(o, lse=o.lse / 0.6931471805599453),
+            "the logarithm is base 2 where natural is declared",
+        ),
+        ({"empty_lse": float("inf")}, lambda c, o: replace(o, lse=o.lse.nan_to_num(neginf=0)), "lse 0, expected -inf"),
+    ],
+)
+def test_a_wrongly_declared_convention_is_named(declared: dict[str, Any], bend: Any, words: str) -> None:
+    record = record_of(Bent(bend, **declared))
+    assert record.finding is not None
+    assert record.finding.gate is Gate.LSE
+    assert words in record.sentence
+
+
+def test_declared_conventions_are_converted() -> None:
+    base2 = Bent(lambda c, o: replace(o, lse=o.lse / 0.6931471805599453), lse_base=LseBase.TWO)
+    assert record_of(base2).verdict is Verdict.FALLBACK
+    infinite = Bent(lambda c, o: replace(o, lse=o.lse.nan_to_num(neginf=float("inf"))), empty_lse=float("inf"))
+    assert record_of(infinite).verdict is Verdict.FALLBACK
+
+
+def refuse(case: Case, outputs: Outputs) -> Outputs:
+    raise Refused("head_dim 64 is not compiled")
+
+
+def test_a_declared_refusal_that_is_honoured_is_accepted() -> None:
+    record = record_of(Bent(refuse, refused("head_dim 64 is not compiled")))
+    assert (record.verdict, record.status) == (Verdict.REFUSED, "refused(head_dim 64 is not compiled)")
+    assert record.accepted
+
+
+@pytest.mark.parametrize(
+    ("bend", "support", "words"),
+    [
+        (
+            lambda c, o: replace(o, path=None),
+            refused("too large"),
+            "support declared refused(too large), but run returned numbers",
+        ),
+        (refuse, NATIVE, "run refused (head_dim 64 is not compiled), but support declared native"),
+    ],
+)
+def test_a_lie_about_refusals_fails(bend: Any, support: Support, words: str) -> None:
+    record = record_of(Bent(bend, support))
+    assert record.verdict is Verdict.FAIL
+    assert words in record.sentence
+
+
+def test_only_the_three_status_words_exist() -> None:
+    with pytest.raises(ValueError, match="status must be native, fallback or refused, got 'ok'"):
+        Support("ok")
+    with pytest.raises(ValueError, match="fallback needs a reason"):
+        Support("fallback")
+
+
+def test_wrong_members_are_named() -> None:
+    with pytest.raises(TypeError, match="has no callable `run"):
+        Backend(object())
+    with pytest.raises(TypeError, match="capabilities must be a Capabilities, got dict"):
+        Backend(type("A", (), {"run": print, "capabilities": {}})())
+    assert Backend(type("A", (), {"run": print})()).capabilities == Capabilities()
