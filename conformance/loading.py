@@ -25,7 +25,7 @@ def names() -> list[str]:
 
 
 def check(name: str) -> None:
-    """Raise AdapterError, with the nearest name, for a text that can name no adapter; imports nothing."""
+    """Raise AdapterError, with the nearest name, for a text that can name no adapter; imports no adapter."""
     if name in names():
         return
     target, _, attribute = name.partition(":")

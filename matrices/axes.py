@@ -43,19 +43,20 @@ VALUES = {
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: `default` None means that the value always stands in the id; `values` None means integers."""
+    """One axis: `default` None means that the value always stands in the id; `values` None: integers from `low`."""
 
     name: str
     sentence: str
     default: object = None
     values: tuple[str, ...] | None = None
+    low: int = 1
 
 
 AXES = (
     Axis("phase", "decode: one query a request; prefill: `q` queries a request", None, tuple(Phase)),
     Axis("dtype", "element type of q, K, V and out", None, tuple(DType)),
-    Axis("kv", "committed KV length T of each request, joined by +"),
-    Axis("q", "queries of each request, joined by +; prefill only", ()),
+    Axis("kv", "committed KV length T of each request, joined by +", low=0),
+    Axis("q", "queries of each request, joined by +; prefill only", (), low=0),
     Axis("heads", "query heads - KV heads", (4, 2)),
     Axis("dim", "head dimension of q, K and V", 64),
     Axis("page", "tokens in a page", 16),
@@ -63,7 +64,7 @@ AXES = (
     Axis("pattern", "which entries are selected", "scattered", tuple(PATTERNS)),
     Axis("map", "which physical pages hold the KV", "random", tuple(MAPS)),
     Axis("causal", "causal rule, by logical position", CausalRule.NONE.value, tuple(CausalRule)),
-    Axis("window", "window_left: keys that a query sees to its left beside its own; -1: all", -1),
+    Axis("window", "window_left: keys that a query sees to its left beside its own; -1: all", -1, low=-1),
     Axis("splits", "hint: parts that a row's KV range is cut into", 1),
     Axis("tile", "hint: slots in a KV tile", 64),
     Axis("values", "numeric family of q, K and V", "gaussian", tuple(VALUES)),

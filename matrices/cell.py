@@ -41,6 +41,9 @@ class Cell:
             value = getattr(self, axis.name)
             if axis.values is not None and value not in axis.values:
                 raise CellError(f"axis {axis.name} has no value {value!r}; {_choices(str(value), axis.values)}")
+            for number in value if isinstance(value, tuple) else (value,):
+                if axis.values is None and (not isinstance(number, int) or number < axis.low):
+                    raise CellError(f"axis {axis.name} takes integers from {axis.low}, got {number!r}")
         if len(self.heads) != 2 or self.heads[0] % self.heads[1]:
             seen = _text(self.heads, "-")
             raise CellError(f"axis heads takes query heads - KV heads, a multiple of them, such as 4-2; got {seen}")
@@ -118,7 +121,4 @@ def _value(axis: Axis, text: str) -> object:
         numbers = tuple(int(n) for n in (text.split(separator) if separator else [text]))
     except ValueError:
         raise CellError(f"axis {axis.name} takes integers, got {text!r}") from None
-    low = -1 if axis.name == "window" else 0 if axis.name in ("kv", "q") else 1
-    if min(numbers) < low:
-        raise CellError(f"axis {axis.name} takes integers from {low}, got {text!r}")
     return numbers if separator else numbers[0]

@@ -113,8 +113,9 @@ def _allowance(
     lse = np.where(some, lse, 0.0)
     s = np.where(edge, group.logits, 0.0)
     w = np.where(edge, np.exp(group.logits - lse[..., None]), 0.0)
-    k = (group.counts > 0).sum(-1)[:, None]
-    abs_v = np.abs(group.v)
+    k = group.counts.sum(-1)[:, None]  # terms of a kernel that visits repeats one by one
+    attended = group.counts.sum(axis=0) > 0
+    abs_v = np.abs(np.where(attended[:, None], group.v, 0.0))  # elsewhere stands junk
     largest = np.abs(s).max(axis=-1, initial=0.0)
 
     eta = np.where(edge, _weight_error(spec, group, s, lse, largest, k, numerics, exactness), 0.0)

@@ -34,7 +34,8 @@ class ValidatedCandidates:
     """Lists that passed `validate`: entries unique in each row, `counts` the multiplicity of each (1 but for a
     multiset).
 
-    Sorted by logical position, except for a sequence, whose order means something. `duplicates` were removed (set).
+    Sorted by logical position, except for a sequence, whose order means something. `duplicates`: how many entries
+    repeated another.
     """
 
     indptr: Ints
@@ -98,13 +99,14 @@ def validate(
     order = np.lexsort((values, rows)) if spec.candidate_kind is not CandidateKind.SEQUENCE else np.arange(len(rows))
     first, counts = _first_of_each(rows, values)
     if spec.candidate_kind is CandidateKind.SEQUENCE:
-        repeated = np.setdiff1d(np.arange(len(rows)), first)
-        illegal += [
+        named = {(bad.row, bad.entry) for bad in illegal}
+        repeated = (
             IllegalEntry(
                 Severity.DUPLICATE, spec.row(int(rows[i])), int(entries[i]), int(values[i]), "repeats an entry"
             )
-            for i in repeated
-        ]
+            for i in np.setdiff1d(np.arange(len(rows)), first)
+        )
+        illegal += [bad for bad in repeated if (bad.row, bad.entry) not in named]
     if illegal:
         raise CandidateError(illegal)
     count_of = np.zeros(len(rows), np.int64)
@@ -186,7 +188,7 @@ def _page_fault(table: PageTable, request: int, page: int) -> tuple[Severity, st
     if not 0 <= physical < table.num_pages:
         return Severity.OUT_OF_RANGE, f"{where}, outside the pool of {table.num_pages} pages"
     if physical not in table.owned[request]:
-        return Severity.FOREIGN, f"{where}, owned by another request"
+        return Severity.FOREIGN, f"{where}, which the request does not own"
     return None
 
 

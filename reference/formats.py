@@ -51,7 +51,8 @@ def round_to(x: ArrayLike, dtype: DType) -> Array:
     fmt = FORMATS[dtype]
     x = np.asarray(x, np.float64)
     spacing = _spacing_exponent(x, fmt)
-    rounded = np.ldexp(np.rint(np.ldexp(x, -spacing)), spacing)
+    with np.errstate(over="ignore"):
+        rounded = np.ldexp(np.rint(np.ldexp(x, -spacing)), spacing)
     rounded = np.where(np.isfinite(x), rounded, x)
     return np.where(np.abs(rounded) > fmt.max, np.copysign(np.inf, x), rounded)
 

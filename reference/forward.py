@@ -81,9 +81,18 @@ def groups(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: Va
             edge = (counts[:, head] > 0)[:, None]
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # what stands in other slots is junk
                 weighted = scores.logits(q, k[:, head], spec.sm_scale) + np.log(counts[:, head])[:, None]
+            _check_finite(request, head, edge[:, 0], weighted, v[:, head])
             z = np.where(edge, weighted, -np.inf)
             slots = entries[tokens, head] * spec.block_size
             yield Group(tokens, heads, q, k[:, head], v[:, head], counts[:, head], z, slots)
+
+
+def _check_finite(request: int, head: int, edge: NDArray[np.bool_], logits: Array, v: Array) -> None:
+    """Attended values must be finite: a NaN would look like an empty row."""
+    bad = (edge & ~np.isfinite(logits).all(axis=1)).any(axis=0) | (edge.any(axis=0) & ~np.isfinite(v).all(axis=1))
+    if bad.any():
+        t = int(np.argmax(bad))
+        raise ValueError(f"request {request}, KV head {head}: token {t} is attended, but its logit or V is not finite")
 
 
 def forward(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: ValidatedCandidates) -> Forward:

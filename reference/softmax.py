@@ -25,9 +25,7 @@ class State(NamedTuple):
 
 
 def tile_state(logits: Array, v: Array) -> State:
-    """The state of one tile: logits [..., n] (masked: -inf), v [n, d_v]. V of a masked slot does not matter, NaN
-    included.
-    """
+    """The state of one tile: logits [..., n] (masked: -inf), v [n, d_v]. V where no row attends is junk."""
     m = logits.max(axis=-1, initial=-np.inf)
     p = np.exp(logits - np.where(np.isfinite(m), m, 0.0)[..., None])
     attended = np.isfinite(logits).any(axis=tuple(range(logits.ndim - 1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -77,16 +77,20 @@ def written_out(row: Row, numerics: Numerics, walked: int) -> tuple[list[float],
     return half_width, rho / (1 - rho) + log_error
 
 
-def evaluated(row: Row, seq_len: int, numerics: Numerics) -> Expected:
+def evaluated(row: Row, seq_len: int, numerics: Numerics, block_size: int = 1, junk: float = 0.0) -> Expected:
+    """The row by `expected`: a token list, or all blocks under a window that leaves its keys; `junk` in other slots."""
     k, d = row.k.shape
-    spec = AttentionSpec(1, 1, d, row.v.shape[1], seq_len, (seq_len,), (1,), DType.FP32, SCALE)
-    keys, values = (np.zeros((1, seq_len, 1, x.shape[1])) for x in (row.k, row.v))
-    chosen = np.random.default_rng(1).permutation(seq_len)[:k]
+    spec = AttentionSpec(1, 1, d, row.v.shape[1], seq_len, (seq_len,), (1,), DType.FP32, SCALE, block_size)
+    keys, values = (np.full((1, seq_len, 1, x.shape[1]), junk) for x in (row.k, row.v))
+    entries = chosen = np.random.default_rng(1).permutation(seq_len)[:k]
+    if block_size > 1:
+        spec = replace(spec, window_left=k - 1)
+        entries, chosen = np.arange(seq_len // block_size), np.arange(seq_len - k, seq_len)
     keys[0, chosen, 0], values[0, chosen, 0] = row.k, row.v
     table = PageTable(np.zeros((1, 1), np.int64), seq_len, 1, (frozenset({0}),))
     page = np.zeros(1, np.int64)
     inputs = Inputs(row.q[None, None], PagedCache(page, keys), PagedCache(page, values))
-    lists = validate(spec, CandidateLists(np.array([0, k]), chosen), table)
+    lists = validate(spec, CandidateLists(np.array([0, len(entries)]), entries), table)
     return expected(spec, inputs, table, lists, numerics)
 
 
@@ -115,6 +119,28 @@ def test_the_bounds_are_the_formulas_of_gates_section_2(contract: str, spread: f
     half_width, lse_bound = written_out(row, numerics, walked=300 if numerics.dense else 70)
     np.testing.assert_allclose(found.half_width[0, 0], half_width, rtol=1e-6)
     np.testing.assert_allclose(found.lse_bound[0, 0], lse_bound, rtol=1e-6)
+
+
+@pytest.mark.parametrize("k", [3, 70])
+def test_blocks_count_every_slot_that_they_load_but_no_more_rescales_than_edges(k: int) -> None:
+    random = np.random.default_rng(9)
+    row = Row(random.normal(size=24), random.normal(size=(k, 24)), random.normal(size=(k, 5)))
+    numerics = Numerics(DType.FP32, DType.FP32, u_exp=1e-3)
+    found = evaluated(row, 300, numerics, block_size=20)
+    assert found.edges[0, 0] == k
+    half_width, lse_bound = written_out(row, numerics, walked=300)
+    np.testing.assert_allclose(found.half_width[0, 0], half_width, rtol=1e-6)
+    np.testing.assert_allclose(found.lse_bound[0, 0], lse_bound, rtol=1e-6)
+
+
+@pytest.mark.parametrize("junk", [np.nan, np.inf, 1e300])
+def test_what_stands_in_slots_that_no_row_attends_moves_no_bound(junk: float) -> None:
+    random = np.random.default_rng(10)
+    row = Row(random.normal(size=24), random.normal(size=(70, 24)), random.normal(size=(70, 5)))
+    numerics = Numerics.default(DType.BF16)
+    clean, found = (evaluated(row, 300, numerics, junk=x) for x in (0.0, junk))
+    for name in ("out", "half_width", "out_lo", "out_hi", "lse", "lse_bound", "edges", "trusted"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(clean, name), err_msg=name)
 
 
 @pytest.mark.parametrize("out", CASTS)

@@ -243,3 +243,12 @@ def test_a_page_without_data_is_named() -> None:
     inputs = problem.inputs._replace(v=PagedCache(problem.inputs.v.pages[keep], problem.inputs.v.data[keep]))
     with pytest.raises(LookupError, match=f"request 1, position 4: physical page {lost} holds no data"):
         replace(problem, inputs=inputs).forward()
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_an_attended_value_that_is_not_finite_is_named(which: str) -> None:
+    problem = problem_of(BASE, seed=5)
+    problem.lists[0] = [2]
+    getattr(problem.inputs, which).data[(*problem.slot(0, 2), 0)] = np.nan
+    with pytest.raises(ValueError, match="request 0, KV head 0: token 2 is attended, but its logit or V is not finite"):
+        problem.forward()
