@@ -19,7 +19,7 @@ from sacts.reference.spec import AttentionSpec, DType, Hints
 if TYPE_CHECKING:
     import torch
 
-PADDING = -1  # the sentinel in raw candidate lists
+PADDING = -1  # the sentinel in the suite's own raw candidate lists
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Case:
     """One call, on the adapter's device. Shapes, dtypes and strides of every field: docs/adapters.md.
 
     `out`, `lse` and `workspace` are buffers that the backend may write into; they stand between guard zones.
+    `kv_cache` is the one tensor that holds K and V where the backend declares `packed_kv`, None otherwise.
     """
 
     spec: AttentionSpec
@@ -42,6 +43,7 @@ class Case:
     out: torch.Tensor
     lse: torch.Tensor
     workspace: torch.Tensor
+    kv_cache: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,63 @@ class Consumes(StrEnum):
     VALIDATED = "validated"
 
 
+class KVLayout(StrEnum):
+    """Order of a page's dimensions: NHD [page_size, num_kv_heads, d] or HND [num_kv_heads, page_size, d]."""
+
+    NHD = "NHD"
+    HND = "HND"
+
+
+class IndexSpace(StrEnum):
+    """What a candidate entry is: a logical token or block id of the request, or a physical slot, page * page_size +
+    offset.
+
+    A backend of physical slots cannot mask by position: it gets the attended tokens only, one entry each, and no
+    masks.
+    """
+
+    LOGICAL = "logical"
+    PHYSICAL = "physical"
+
+
+class SentinelPlaces(StrEnum):
+    """Where padding may stand in a raw list."""
+
+    ANYWHERE = "anywhere"
+    TAIL = "tail"
+
+
+class Scale(StrEnum):
+    """The softmax scale: spec.sm_scale, or always 1 / sqrt(head_dim_qk)."""
+
+    SPEC = "spec"
+    DEFAULT = "default"
+
+
+SEQ_LEN = "T"  # a sentinel: the row's own committed KV length
+
+
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend declares; the defaults are assumed of one that declares nothing.
+    """What a backend declares; the defaults are assumed of one that declares nothing. The suite converts to it.
 
     `numerics` by dtype; a dtype that is not in it has `Numerics.default`. `empty_lse`: lse of a row without edges.
+    `packed_kv`: K and V share one tensor, `case.kv_cache` [num_pages, 2, ...]. `real_strides`: caches may be strided
+    views; a backend without gets contiguous ones. `sentinel`: the padding value of raw lists, or SEQ_LEN.
+    `workspace_zeroed`: the workspace must be zero before each launch.
     """
 
     consumes: Consumes = Consumes.VALIDATED
     lse_base: LseBase = LseBase.NATURAL
     empty_lse: float = float("-inf")
+    kv_layout: KVLayout = KVLayout.NHD
+    packed_kv: bool = False
+    real_strides: bool = True
+    index_space: IndexSpace = IndexSpace.LOGICAL
+    sentinel: int | str = PADDING
+    sentinel_places: SentinelPlaces = SentinelPlaces.ANYWHERE
+    scale: Scale = Scale.SPEC
+    workspace_zeroed: bool = False
     numerics: Mapping[DType, Numerics] = field(default_factory=dict)
 
     def numerics_of(self, dtype: DType) -> Numerics:
@@ -139,7 +188,7 @@ class Backend:
         self.adapter = adapter
         if not callable(getattr(adapter, "run", None)):
             raise TypeError(f"{adapter!r} is no adapter: it has no callable `run(case, plan=None)`")
-        self.capabilities = getattr(adapter, "capabilities", Capabilities())
+        self.capabilities: Capabilities = getattr(adapter, "capabilities", Capabilities())
         if not isinstance(self.capabilities, Capabilities):
             raise TypeError(f"capabilities must be a Capabilities, got {type(self.capabilities).__name__}")
 

@@ -60,13 +60,28 @@ class Problem:
         needed[np.searchsorted(self.pages, self.table.table[request, page]), offset, head] = True
         return needed
 
+    def position_in(self, request: int) -> Ints:
+        """Logical position of each slot in one request, -1 where the page is not the request's: [L, page_size]."""
+        spec = self.spec
+        position = np.full(self.slot_request.shape, -1, np.int64)
+        count = _page_count(spec.seq_lens[request], spec.page_size)
+        live = np.searchsorted(self.pages, self.table.table[request, :count])
+        position[live] = np.arange(count * spec.page_size).reshape(count, spec.page_size)
+        return position
+
     def inputs(self, q: Array, k: Array, v: Array) -> Inputs:
         """Values for this problem: q [tokens, heads, d], k and v [L, page_size, num_kv_heads, d]."""
         return Inputs(q, PagedCache(self.pages, k), PagedCache(self.pages, v))
 
 
-def build(cell: Cell, replicate: int = 0) -> Problem:
-    """The problem of a cell. The same arguments give the same problem on any machine."""
+SM_SCALE = 0.75  # times 1 / sqrt(d): not the usual default, so that a backend that ignores sm_scale is found
+
+
+def build(cell: Cell, replicate: int = 0, *, default_scale: bool = False) -> Problem:
+    """The problem of a cell. The same arguments give the same problem on any machine.
+
+    `default_scale`: sm_scale is 1 / sqrt(head_dim_qk), for backends that know no other.
+    """
     spec = AttentionSpec(
         num_qo_heads=cell.heads[0],
         num_kv_heads=cell.heads[1],
@@ -76,7 +91,7 @@ def build(cell: Cell, replicate: int = 0) -> Problem:
         seq_lens=cell.kv,
         qo_lens=cell.qo_lens,
         dtype=DType(cell.dtype),
-        sm_scale=0.75 / math.sqrt(cell.dim),  # not the usual default, so that a backend that ignores it is found
+        sm_scale=(1.0 if default_scale else SM_SCALE) / math.sqrt(cell.dim),
         block_size=cell.block,
         causal=CausalRule(cell.causal),
         window_left=cell.window,
@@ -140,6 +155,18 @@ def _random_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
     return _table(spec, order[:total], num_pages, np.concatenate((np.zeros(1, np.int64), order[total:])))
 
 
+def _shared_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
+    """Random pages, then the first logical pages of every request are those of request 0."""
+    table, live = _random_pages(spec, draw)
+    shared = max(1, min(seq_len // spec.page_size for seq_len in spec.seq_lens) // 2)
+    owned = []
+    for request, seq_len in enumerate(spec.seq_lens):
+        count = _page_count(seq_len, spec.page_size)
+        table.table[request, :shared] = table.table[0, :shared]
+        owned.append(frozenset(table.table[request, :count].tolist()))
+    return PageTable(table.table, spec.page_size, table.num_pages, tuple(owned)), live
+
+
 def _identity_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
     total = _total_pages(spec)
     return _table(spec, np.arange(total), total + 2, np.arange(total, total + 2))
@@ -160,6 +187,7 @@ def _example_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
 
 _PAGE_MAPS: dict[str, Callable[[AttentionSpec, Draw], tuple[PageTable, Ints]]] = {
     "random": _random_pages,
+    "shared": _shared_pages,
     "identity": _identity_pages,
     "high": _high_pages,
     "example": _example_pages,
@@ -192,6 +220,25 @@ def _union(n: int, draw: Draw) -> Ints:
     return np.concatenate((_scattered(n, draw), np.arange(max(0, n - WINDOW), n), np.arange(min(n, SINKS))))
 
 
+CASE64K_PAGES = 4096
+CASE64K_TILES = ((4, 32), (2, 40), (1, 40))  # pages in a tile of 64, and how many such tiles lie outside the window
+CASE64K_WINDOW = 4  # full tiles at the end
+
+
+def _case64k(n: int, draw: Draw) -> Ints:
+    """Pages of 16 by tiles of 64 tokens: the last tiles whole, then the 64K case's mix, scaled to n pages."""
+    tiles, scale = n // 4, n / CASE64K_PAGES
+    window = max(1, round(CASE64K_WINDOW * scale))
+    order = draw.permutation(tiles - window)
+    pages, taken = [np.arange(4 * (tiles - window), 4 * tiles)], 0
+    for pages_in_tile, count in CASE64K_TILES:
+        chosen = order[taken : taken + max(1, round(count * scale))]
+        taken += len(chosen)
+        for tile in chosen:
+            pages.append(4 * tile + draw.permutation(4)[:pages_in_tile])
+    return np.concatenate(pages)
+
+
 _PATTERNS: dict[str, Callable[[int, Draw], Ints]] = {
     "scattered": _scattered,
     "clustered": _clustered,
@@ -200,6 +247,7 @@ _PATTERNS: dict[str, Callable[[int, Draw], Ints]] = {
     "empty": lambda n, draw: np.zeros(0, np.int64),
     "duplicates": _duplicates,
     "union": _union,
+    "case64k": _case64k,
     "example": lambda n, draw: np.asarray(EXAMPLE_TOKENS, np.int64),
 }
 

@@ -18,16 +18,31 @@ import msgspec
 from sacts.matrices.cell import parse
 from sacts.reports.records import Record, Verdict
 
+from . import conventions
+from .adapter import Backend
 from .judge import blank, judge
 from .launch import Launcher
 from .loading import AdapterError, load
 
 
-class Order(msgspec.Struct):
-    """Judge this cell."""
+class Order(msgspec.Struct, tag="judge"):
+    """Judge this cell; `declare`: conventions to declare otherwise than the adapter does."""
 
     cell: str
-    replicate: int
+    replicate: int = 0
+    declare: dict[str, str | float | bool] = {}
+
+
+class Describe(msgspec.Struct, tag="describe"):
+    """Say what the adapter declares."""
+
+
+class Described(msgspec.Struct, tag="described"):
+    """The conventions that an adapter declares, as text, and which optional members it has; or why it did not load."""
+
+    conventions: dict[str, str] = {}
+    members: list[str] = []
+    error: str = ""
 
 
 class Started(msgspec.Struct, tag="started"):
@@ -44,7 +59,8 @@ class Judged(msgspec.Struct, tag="judged"):
     last: bool = False
 
 
-Message = Started | Judged
+Message = Started | Judged | Described
+OPTIONAL_MEMBERS = ("capabilities", "support", "workspace_bytes", "plan")
 
 
 def device_is_sound(device: str) -> bool:
@@ -70,7 +86,8 @@ class Child:
         self._device = device
         self._limit, self._first_limit = limit, first_limit
         self._launches = 0
-        self._launcher: Launcher | None = None
+        self._backend: Backend | None = None
+        self._launchers: dict[str, Launcher] = {}
 
     def _send(self, message: Message) -> None:
         self._replies.write(msgspec.json.encode(message) + b"\n")
@@ -86,7 +103,10 @@ class Child:
     def serve(self, orders: BinaryIO) -> None:
         """Judge until the orders end."""
         for line in orders:
-            order = msgspec.json.decode(line, type=Order)
+            order = msgspec.json.decode(line, type=Order | Describe)
+            if isinstance(order, Describe):
+                self._send(self._describe())
+                continue
             self._launches = 0
             record = self._judge(order)
             faulthandler.cancel_dump_traceback_later()
@@ -98,13 +118,30 @@ class Child:
             if not sound:
                 return
 
+    def _launcher(self, declare: dict[str, str | float | bool]) -> Launcher:
+        self._backend = self._backend or load(self._adapter)
+        key = str(sorted(declare.items()))
+        if key not in self._launchers:
+            backend = Backend(self._backend.adapter)
+            for field, value in declare.items():
+                backend.capabilities = conventions.declare(backend.capabilities, field, value)
+            self._launchers[key] = Launcher(backend, self._device, self._started)
+        return self._launchers[key]
+
+    def _describe(self) -> Described:
+        try:
+            backend = self._launcher({}).backend
+        except AdapterError as error:
+            return Described(error=str(error))
+        members = [name for name in OPTIONAL_MEMBERS if hasattr(backend.adapter, name)]
+        return Described(conventions.described(backend.capabilities), members)
+
     def _judge(self, order: Order) -> Record:
         def failed(verdict: Verdict, sentence: str) -> Record:
             return blank(self._adapter, self._device, order.cell, order.replicate, verdict, sentence)
 
         try:
-            self._launcher = self._launcher or Launcher(load(self._adapter), self._device, self._started)
-            return judge(self._launcher, self._adapter, parse(order.cell), order.replicate)
+            return judge(self._launcher(order.declare), self._adapter, parse(order.cell), order.replicate)
         except AdapterError as error:
             return failed(Verdict.ERROR, str(error))
         except Exception as error:  # ours: a verdict of its own, never the adapter's

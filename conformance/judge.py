@@ -15,7 +15,8 @@ from sacts.reference.forward import Inputs
 from sacts.reference.spec import Hints
 from sacts.reports.records import Finding, Gate, Record, Verdict
 
-from .adapter import Refused, Support
+from . import conventions
+from .adapter import Refused, Scale, Support
 from .build import Problem, build
 from .gates import intervals
 from .gates.count import judge_count, sensitive
@@ -73,9 +74,11 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     """
     sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN), {}, {})
     try:
-        problem = build(cell, replicate)
+        capabilities = launcher.backend.capabilities
+        problem = build(cell, replicate, default_scale=capabilities.scale is Scale.DEFAULT)
         support = launcher.support(problem.spec)
-        sheet.record = _with(sheet.record, status=str(support))
+        lost = conventions.converted(problem, capabilities)
+        sheet.record = _with(sheet.record, status=str(support), converted=lost)
         return _judge(launcher, problem, support, sheet)
     except ContractBroken as broken:
         sheet.gates[Gate.CONTRACT] = "fail"

@@ -15,13 +15,14 @@ from sacts.reference.forward import Inputs
 from sacts.reference.spec import AttentionSpec, Hints
 from sacts.reports.records import Finding, Gate
 
-from . import tensors
-from .adapter import Backend, Case, Consumes, LseBase, Outputs, Refused, Support
+from . import conventions, tensors
+from .adapter import Backend, Case, KVLayout, LseBase, Outputs, Refused, Support
 from .build import Problem
 
 Array = NDArray[np.float64]
 
 WHOLE = "the whole launch"
+STALE_VALUE = 1024.0  # an ordinary finite value for what no row attends
 
 
 class ContractBroken(Exception):
@@ -50,12 +51,13 @@ class Observed:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What must not matter: the byte that the workspace is filled with, and how far the stale page-table columns are
-    turned.
+    """What must not matter: the byte that the workspace is filled with, how far the stale page-table columns are
+    turned, and what stands between the pages of a strided cache.
     """
 
     workspace_byte: int = 0xFF
     stale_shift: int = 0
+    filler: float = STALE_VALUE
 
 
 CLEAN = Surroundings()
@@ -74,7 +76,7 @@ class Launcher:
     def support(self, spec: AttentionSpec) -> Support:
         """What the backend declares for a spec. Raises AdapterRaised."""
         try:
-            return self.backend.support(spec)
+            return self.backend.support(conventions.spec_for(spec, self.backend.capabilities))
         except Exception as error:
             raise AdapterRaised("support(spec)") from error
 
@@ -141,20 +143,40 @@ class _Launch:
         """The observation, and whether the backend returned tensors of its own instead of the buffers that it was
         offered.
         """
-        spec, device = self.problem.spec, self.device
-        q = tensors.to_torch(self.inputs.q, spec.dtype, device)
-        (k, live), (v, _) = (
-            tensors.pool(cache.data, cache.pages, self.problem.table.num_pages, spec.dtype, device)
-            for cache in (self.inputs.k, self.inputs.v)
+        case, live = self._case()
+        before = _fingerprint(case, live)
+        workspace, outputs = self._call(case)
+        after = _fingerprint(case, live)
+        changed = [name for name in before if before[name] != after[name]]
+        if changed:
+            raise ContractBroken(f"the launch changed its input {', '.join(changed)}", changed[0])
+        for name, buffer in (("out", self._out), ("lse", self._lse), ("workspace", workspace)):
+            if where := buffer.broken():
+                raise ContractBroken(f"the launch wrote outside {name}: {where}", name)
+        return self._observe(outputs), outputs.out.data_ptr() != self._out.inner.data_ptr()
+
+    def _case(self) -> tuple[Case, torch.Tensor]:
+        """The problem as the backend declared that it takes it, and the index of the live pages."""
+        device, capabilities = self.device, self.backend.capabilities
+        spec = conventions.spec_for(self.problem.spec, capabilities)
+        lists = conventions.lists_for(self.problem, capabilities)
+        pool = tensors.pool(
+            self.inputs.k.data,
+            self.inputs.v.data,
+            self.problem.pages,
+            self.problem.table.num_pages,
+            spec.dtype,
+            device,
+            self._form(),
+            self.surroundings.filler,
         )
-        raw = self.backend.capabilities.consumes is Consumes.RAW
-        lists = self.problem.raw if raw else self.problem.candidates
         case = Case(
             spec=spec,
             hints=self.hints,
-            q=q,
-            k_cache=k,
-            v_cache=v,
+            q=tensors.to_torch(self.inputs.q, spec.dtype, device),
+            k_cache=pool.k,
+            v_cache=pool.v,
+            kv_cache=pool.packed,
             page_table=tensors.indices(self._page_table(), device),
             seq_lens=tensors.indices(np.asarray(spec.seq_lens), device),
             qo_indptr=tensors.indices(np.asarray(spec.qo_indptr), device),
@@ -164,28 +186,22 @@ class _Launch:
             lse=self._lse.inner,
             workspace=torch.empty(0, dtype=torch.uint8, device=device),
         )
-        index_arrays = (case.page_table, case.seq_lens, case.qo_indptr, case.kv_indptr, case.kv_indices)
+        return case, pool.live
 
-        def fingerprint() -> dict[str, bytes]:
-            names = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices")
-            return dict(zip(names, map(tensors.digest, (q, k[live], v[live], *index_arrays)), strict=True))
-
-        before = fingerprint()
-        workspace, outputs = self._call(case)
-        after = fingerprint()
-        changed = [name for name in before if before[name] != after[name]]
-        if changed:
-            raise ContractBroken(f"the launch changed its input {', '.join(changed)}", changed[0])
-        for name, buffer in (("out", self._out), ("lse", self._lse), ("workspace", workspace)):
-            if where := buffer.broken():
-                raise ContractBroken(f"the launch wrote outside {name}: {where}", name)
-        return self._observe(outputs), outputs.out.data_ptr() != self._out.inner.data_ptr()
+    def _form(self) -> tensors.CacheForm:
+        capabilities = self.backend.capabilities
+        return tensors.CacheForm(
+            hnd=capabilities.kv_layout is KVLayout.HND,
+            packed=capabilities.packed_kv,
+            strides=self.problem.cell.cache if capabilities.real_strides else "contiguous",
+        )
 
     def _call(self, case: Case) -> tuple[tensors.Guarded, Outputs]:
         try:
             size = self.backend.workspace_bytes(case)
             workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
-            workspace.inner.fill_(self.surroundings.workspace_byte)
+            zeroed = self.backend.capabilities.workspace_zeroed
+            workspace.inner.fill_(0 if zeroed else self.surroundings.workspace_byte)
             outputs = self.backend.run(replace(case, workspace=workspace.inner))
             if self.device.startswith("cuda"):
                 torch.cuda.synchronize(self.device)
@@ -203,7 +219,7 @@ class _Launch:
         self._check_tensor("out", outputs.out, shape, tensors.TORCH[spec.dtype])
         if outputs.lse is not None:
             self._check_tensor("lse", outputs.lse, shape[:2], torch.float32)
-        declared = str(self.backend.support(spec))
+        declared = str(self.backend.support(conventions.spec_for(spec, self.backend.capabilities)))
         if outputs.path is not None and outputs.path != declared:
             raise ContractBroken(f"the backend took the path {outputs.path}, but declared {declared}")
         return Observed(
@@ -232,6 +248,13 @@ class _Launch:
         capabilities = self.backend.capabilities
         lse = np.where(lse == capabilities.empty_lse, -np.inf, lse)
         return lse * np.log(2.0) if capabilities.lse_base is LseBase.TWO else lse
+
+
+def _fingerprint(case: Case, live: torch.Tensor) -> dict[str, bytes]:
+    """A hash of each input, by field; of a cache, its live pages."""
+    names = ("q", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices")
+    hashes = {name: tensors.digest(getattr(case, name)) for name in names}
+    return hashes | {name: tensors.digest(getattr(case, name)[live]) for name in ("k_cache", "v_cache")}
 
 
 def place_of(spec: AttentionSpec, token: int, qo_head: int) -> str:

@@ -41,17 +41,75 @@ def bits(tensor: torch.Tensor) -> NDArray[np.int64]:
     return tensor.detach().contiguous().view(_BITS[tensor.dtype]).cpu().numpy().astype(np.int64)
 
 
-def pool(
-    data: Array, pages: NDArray[np.int64], num_pages: int, dtype: DType, device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A KV cache [num_pages, page_size, heads, d] (NHD) whose `pages` hold `data`, and the index of those pages.
-
-    The rest of a large pool is never touched, so it costs address space only.
+@dataclass(frozen=True)
+class CacheForm:
+    """How a KV pool lies in memory. `hnd`: pages are [heads, page_size, d] instead of [page_size, heads, d];
+    `packed`: K and V share one tensor [num_pages, 2, ...]; `strides`: `contiguous`, `strided` (a view with twice the
+    page stride and an odd base offset) or `span` (a view with a page stride of 2^28 elements).
     """
-    cache = torch.empty((num_pages, *data.shape[1:]), dtype=TORCH[dtype], device=device)
+
+    hnd: bool = False
+    packed: bool = False
+    strides: str = "contiguous"
+
+
+SPAN = 2**28
+ODD_OFFSET = 8  # elements: 16 bytes in 16-bit types, as aligned loads of a strided view may expect
+
+
+@dataclass(frozen=True)
+class Pool:
+    """K and V caches over the same pages, their common tensor where they are packed, and the live pages' index."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    packed: torch.Tensor | None
+    live: torch.Tensor
+
+
+def pool(
+    k: Array,
+    v: Array,
+    pages: NDArray[np.int64],
+    num_pages: int,
+    dtype: DType,
+    device: str,
+    form: CacheForm,
+    filler: float,
+) -> Pool:
+    """Caches whose `pages` hold k and v [L, page_size, heads, d]; what lies between the pages of a view is `filler`.
+
+    The rest of a large pool is never touched, so it costs address space only. `packed` needs k and v of one shape.
+    """
     live = torch.from_numpy(pages).to(device)
-    cache[live] = to_torch(data, dtype, device)
-    return cache, live
+    k, v = (np.swapaxes(x, 1, 2) if form.hnd else x for x in (k, v))
+    both = None
+    if form.packed:
+        both = _pages(num_pages, (2, *k.shape[1:]), dtype, device, form.strides, filler)
+        caches = both[:, 0], both[:, 1]
+    else:
+        k_pages, v_pages = (_pages(num_pages, x.shape[1:], dtype, device, form.strides, filler) for x in (k, v))
+        caches = k_pages, v_pages
+    for cache, data in zip(caches, (k, v), strict=True):
+        cache[live] = to_torch(np.ascontiguousarray(data), dtype, device)
+    return Pool(caches[0], caches[1], both, live)
+
+
+def _pages(
+    num_pages: int, page: tuple[int, ...], dtype: DType, device: str, strides: str, filler: float
+) -> torch.Tensor:
+    """Storage of `num_pages` pages, uninitialised but for the filler between the pages of a strided view."""
+    if strides == "contiguous":
+        return torch.empty((num_pages, *page), dtype=TORCH[dtype], device=device)
+    size = int(np.prod(page))
+    if strides == "strided":
+        whole = (
+            torch.full((num_pages * 2 * size + ODD_OFFSET,), filler, dtype=torch.float32).to(TORCH[dtype]).to(device)
+        )
+        return whole[ODD_OFFSET:].view(num_pages, 2, *page)[:, 0]
+    inner = torch.empty(page, device="meta").stride()
+    whole = torch.empty(num_pages * SPAN, dtype=TORCH[dtype], device=device)
+    return whole.as_strided((num_pages, *page), (SPAN, *inner))
 
 
 def digest(*tensors: torch.Tensor) -> bytes:

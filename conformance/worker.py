@@ -14,12 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from sacts.reports.records import Record, Verdict
+
+if TYPE_CHECKING:
+    from .child import Describe, Described, Order
 
 GRACE = 5.0  # seconds between the child's own alarm, which leaves a traceback, and the kill
 SUITE_LIMIT = 300.0  # seconds for the suite's own work between launches
@@ -52,16 +56,11 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def judge(self, cell: str, replicate: int = 0) -> Record:
-        """The record of one cell, whatever the backend does."""
+    def judge(self, cell: str, replicate: int = 0, declare: Mapping[str, str] | None = None) -> Record:
+        """The record of one cell, whatever the backend does; `declare`: conventions to declare otherwise."""
         from .child import Judged, Order, Started
 
-        if self._process is None:
-            self._start()
-        assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(Order(cell, replicate)) + b"\n")
-            self._process.stdin.flush()
+        self._send(Order(cell, replicate, dict(declare or {})))
         launch, limit = 0, SUITE_LIMIT
         while True:
             line = self._read(limit + GRACE)
@@ -74,6 +73,25 @@ class Worker:
             if message.last:
                 self.close()
             return message.record
+
+    def describe(self) -> Described:
+        """What the adapter declares."""
+        from .child import Describe, Described
+
+        self._send(Describe())
+        line = self._read(SUITE_LIMIT)
+        if not line:
+            error = self._lost("", 0, 0, SUITE_LIMIT, timed_out=line is None).sentence
+            return Described(error=error)
+        return msgspec.json.decode(line, type=Described)
+
+    def _send(self, order: Order | Describe) -> None:
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """End the child, by force if need be."""

@@ -26,19 +26,27 @@ PATTERNS = {
     "empty": "no entry in any row",
     "duplicates": "scattered, then every third entry repeated and the list shuffled; padding at head, middle and tail",
     "union": "D, a window of 16 and 4 sinks that overlap: the raw list repeats what they share",
+    "case64k": "page lists with the statistics of a 64K context: window, full, two-page and one-page tiles of 64",
     "example": "the tokens 1, 2, 63, 64, 65, 127 with page table (41, 7), page size 64",
 }
 MAPS = {
     "random": "distinct pages in random order, unrelated to logical order",
+    "shared": "requests share the pages of their common prefix, half of the shortest",
     "identity": "ascending pages from 0",
     "high": "page numbers beyond 2^31 elements into the pool, so that 32-bit offsets overflow",
     "example": "the page table (41, 7)",
+}
+CACHES = {
+    "contiguous": "K and V caches contiguous",
+    "strided": "K and V caches are views: twice the page stride, junk between the pages, an odd base offset",
+    "span": "K and V caches are views with a page stride of 2^28 elements: few elements, 32-bit offsets overflow",
 }
 VALUES = {
     "gaussian": "normal q, K and V",
     "huge": "logits up to about +-300, one key dominant in most rows",
     "equal": "all keys equal: every logit the same, not zero",
 }
+MEANINGS = {"pattern": PATTERNS, "map": MAPS, "cache": CACHES, "values": VALUES}
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ AXES = (
     Axis("block", "tokens that one candidate entry names; 1: token selection", 1),
     Axis("pattern", "which entries are selected", "scattered", tuple(PATTERNS)),
     Axis("map", "which physical pages hold the KV", "random", tuple(MAPS)),
+    Axis("cache", "strides of the K and V caches", "contiguous", tuple(CACHES)),
     Axis("causal", "causal rule, by logical position", CausalRule.NONE.value, tuple(CausalRule)),
     Axis("window", "window_left: keys that a query sees to its left beside its own; -1: all", -1, low=-1),
     Axis("splits", "hint: parts that a row's KV range is cut into", 1),

@@ -30,6 +30,7 @@ class Cell:
     block: int = 1
     pattern: str = "scattered"
     map: str = "random"
+    cache: str = "contiguous"
     causal: str = "none"
     window: int = -1
     splits: int = 1
@@ -51,6 +52,12 @@ class Cell:
             (self.kv, "axis kv names no request"),
             (self.phase == "prefill" or not self.q, "axis q belongs to prefill; decode has one query a request"),
             (self.phase == "decode" or len(self.q) == len(self.kv), "axis q must name as many requests as axis kv"),
+            (
+                self.cache == "contiguous" or self.map != "high",
+                "map:high needs cache:contiguous: both are about offsets beyond 32 bits",
+            ),
+            (self.pattern != "case64k" or self.block == self.page == 16, "pattern:case64k needs page:16 and block:16"),
+            (self.map != "shared" or len(self.kv) > 1, "map:shared needs two requests or more"),
             (self.pattern != "example" or self.map == "example", "pattern:example needs map:example"),
             (
                 self.map != "example" or (self.page == 64 and self.kv == (128,)),
@@ -88,6 +95,15 @@ def _part(cell: Cell, axis: Axis) -> str:
 def _choices(wrong: str, valid: tuple[str, ...] | list[str]) -> str:
     near = get_close_matches(wrong, valid, n=1, cutoff=0.5)
     return (f"did you mean {str(near[0])!r}? " if near else "") + "valid: " + ", ".join(valid)
+
+
+def axis_values(text: str) -> dict[str, str]:
+    """The value of each axis of an id, as text, defaults included; empty for a text that is no id."""
+    try:
+        cell = parse(text)
+    except CellError:
+        return {}
+    return {axis.name: _text(getattr(cell, axis.name), _LISTS.get(axis.name, "")) or "-" for axis in AXES}
 
 
 def parse(text: str) -> Cell:

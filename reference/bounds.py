@@ -136,8 +136,8 @@ def _allowance(
     half_width = (
         (w * eta) @ abs_v
         + abs_out * mean_eta[..., None]  # logits, exponential, rescale, merge
-        + u_p * abs_sum
-        + (a_p / l)[..., None] * plain_sum  # cast of P
+        + u_p * (abs_out if exactness.equal_logits else abs_sum)  # cast of P: equal P share one rounding error
+        + (a_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
         + ((sums + rescale) * (1 + u_p))[..., None] * abs_sum  # accumulation of P V
         + (sums + 4 * U32 + cast_l)[..., None] * abs_out  # denominator
         + u_part * abs_sum

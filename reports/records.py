@@ -5,6 +5,7 @@ One case is one JSON line, versioned, and validated when it is read.
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Iterable
 from enum import StrEnum
@@ -47,6 +48,18 @@ class Gate(StrEnum):
     MERGE = "merge"
 
 
+class Strip(msgspec.Struct, frozen=True):
+    """A decoded probability row, by logical position: each entry covers `step` tokens from `first`; `elsewhere` is the
+    weight of slots that are not the row's own.
+    """
+
+    first: list[int]
+    step: int
+    observed: list[float]
+    expected: list[float]
+    elsewhere: float = 0.0
+
+
 class Finding(msgspec.Struct, frozen=True):
     """Why a cell failed: the gate, the place in the field's words, and the sentence. `use` is observed error /
     allowed error where the gate measures one.
@@ -56,11 +69,13 @@ class Finding(msgspec.Struct, frozen=True):
     place: str
     sentence: str
     use: float | None = None
+    strip: Strip | None = None
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One judged case. `use`: the largest observed / allowed by gate; `gates`: what each gate said, `pass`, `fail`,
-    `not offered` (the backend has no such output), `not applicable` or `not reached`.
+    """One judged case. `converted`: what of the cell the backend did not see, as it declared. `use`: the largest
+    observed / allowed by gate; `gates`: what each gate said, `pass`, `fail`, `not offered` (the backend has no
+    such output), `not applicable` or `not reached`.
     """
 
     schema: int = SCHEMA
@@ -71,6 +86,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     replicate: int = 0
     verdict: Verdict
     status: str = ""
+    converted: list[str] = []
     sentence: str = ""
     finding: Finding | None = None
     gates: dict[str, str] = {}
@@ -86,7 +102,7 @@ def reproduce(record: Record) -> str:
     """The one line that runs this case again."""
     device = "" if record.device == "cpu" else f" --device {record.device}"
     replicate = f"/replicate:{record.replicate}" if record.replicate else ""
-    return f"sacts run --adapter {record.adapter}{device} {record.cell}{replicate}"
+    return f"sacts run --adapter {shlex.quote(record.adapter)}{device} {record.cell}{replicate}"
 
 
 def describe(record: Record) -> str:
@@ -122,11 +138,15 @@ def decode(line: bytes | str) -> Record:
 def write(path: Path, records: Iterable[Record]) -> None:
     """Write records as JSON lines, ordered by adapter, device, cell and replicate; renamed into place when complete."""
     ordered = sorted(records, key=lambda r: (r.adapter, r.device, r.cell, r.replicate))
-    lines = b"".join(encode(record) + b"\n" for record in ordered)
+    replace_file(path, b"".join(encode(record) + b"\n" for record in ordered))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a whole file under a temporary name and rename it into place; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         whole = Path(folder) / path.name
-        whole.write_bytes(lines)
+        whole.write_bytes(content)
         whole.replace(path)
 
 

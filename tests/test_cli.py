@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from sacts.conformance.judge import blank
 from sacts.reports import records
 from sacts.reports.records import Verdict
 
 SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
+VERDICTS = {20: Verdict.FALLBACK, 21: Verdict.FALLBACK, 104: Verdict.FAIL}
 MISBEHAVING = str(Path(__file__).parent / "adapters" / "misbehaving.py")
 
 
@@ -93,7 +96,57 @@ def test_an_adapter_file_in_the_users_folder_is_judged(tmp_path: Path) -> None:
 def test_matrix_list_prints_ids_that_parse_and_the_axes(tmp_path: Path) -> None:
     listed = sacts(tmp_path, "matrix", "list").stdout.splitlines()
     assert "decode/fp16/kv:128/page:64/pattern:example/map:example" in listed
-    assert "window_left" in sacts(tmp_path, "matrix", "list", "--axes").stdout
+    assert json.loads(sacts(tmp_path, "matrix", "list", "--json").stdout) == listed
+    axes = sacts(tmp_path, "matrix", "axes").stdout
+    assert "window: window_left" in axes
+    assert "    huge: logits up to about +-300" in axes
+
+
+def test_explain_says_what_a_cell_is_and_what_is_launched(tmp_path: Path) -> None:
+    told = sacts(tmp_path, "explain", "decode/fp16/kv:90+50/pattern:duplicates").stdout
+    assert "duplicates in the raw lists  " in told
+    assert "count: each row attends exactly its candidates, each once" in told
+    facts = json.loads(sacts(tmp_path, "explain", "decode/fp16/kv:600/splits:8", "--json").stdout)
+    assert facts["sizes"]["candidate rows"] == 2
+    assert any(probe.startswith("merge:") for probe in facts["probes"])
+    wrong = sacts(tmp_path, "explain", "decode/fp16/kv:17/patern:all")
+    assert wrong.returncode == records.EXIT_USAGE
+    assert "nearest cell of smoke: decode/fp16/kv:17/pattern:all" in wrong.stderr
+
+
+def test_doctor_looks_at_versions_traps_and_devices(tmp_path: Path) -> None:
+    done = sacts(tmp_path, "doctor", "--json")
+    signs = {sign["what"]: sign for sign in json.loads(done.stdout)}
+    assert done.returncode == records.EXIT_ACCEPTED
+    assert signs["torch"]["fine"]
+    assert "bf16 arithmetic" in signs
+    assert "pass on decode/bf16/kv:17/pattern:all" in signs["device cpu"]["seen"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "arguments", "code"),
+    [
+        ((20, 104), (), 1),
+        ((20, 104), ("-a", "sdpa"), 0),
+        ((20, 104), ("-a", "gone.py"), 125),
+        ((20, 21), (), 128),
+        ((20, 21), ("--all",), 0),
+    ],
+)
+def test_replay_exits_as_git_bisect_wants(
+    tmp_path: Path, lengths: tuple[int, ...], arguments: tuple[str, ...], code: int
+) -> None:
+    judged = [blank(MISBEHAVING, "cpu", f"decode/fp16/kv:{n}/pattern:all", 0, VERDICTS[n]) for n in lengths]
+    records.write(tmp_path / "records.jsonl", judged)
+    assert sacts(tmp_path, "replay", "records.jsonl", *arguments).returncode == code
+
+
+def test_replay_refuses_what_is_no_record_file(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text("{}\n")
+    done = sacts(tmp_path, "replay", "records.jsonl")
+    assert done.returncode == 128
+    assert "records.jsonl line 1: not a record" in done.stderr
+    assert sacts(tmp_path, "replay", "nowhere.jsonl").returncode == 128
 
 
 def test_the_catalogue_is_listed_without_running_it(tmp_path: Path) -> None:

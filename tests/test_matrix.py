@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sacts.matrices import tiers
-from sacts.matrices.axes import AXES, MAPS, PATTERNS, VALUES, Phase
+from sacts.matrices.axes import AXES, CACHES, MAPS, PATTERNS, VALUES, Phase
 from sacts.matrices.cell import Cell, CellError, parse
 from sacts.reference.spec import CausalRule, DType
 
@@ -26,6 +26,10 @@ def cells(draw: st.DrawFn) -> Cell:
     page_map = draw(st.sampled_from(sorted(MAPS)))
     kv = (128,) if page_map == "example" else tuple(draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=4)))
     size = st.integers(1, 1024)
+    assume(page_map != "shared" or len(kv) > 1)
+    patterns = (
+        {"example"} if page_map == "example" and draw(st.booleans()) else PATTERNS.keys() - {"example", "case64k"}
+    )
     return Cell(
         phase=phase,
         dtype=draw(st.sampled_from(DType)).value,
@@ -35,8 +39,9 @@ def cells(draw: st.DrawFn) -> Cell:
         dim=draw(size),
         page=64 if page_map == "example" else draw(size),
         block=draw(size),
-        pattern=draw(st.sampled_from(sorted(PATTERNS if page_map == "example" else PATTERNS.keys() - {"example"}))),
+        pattern=draw(st.sampled_from(sorted(patterns))),
         map=page_map,
+        cache="contiguous" if page_map == "high" else draw(st.sampled_from(sorted(CACHES))),
         causal=draw(st.sampled_from(CausalRule)).value,
         window=draw(st.integers(-1, 99)),
         splits=draw(size),
@@ -71,8 +76,8 @@ def test_every_axis_shows_in_the_id() -> None:
     base = parse("prefill/fp16/kv:40/q:3")
     changes: dict[str, object] = {
         "phase": "decode", "dtype": "bf16", "kv": (41,), "q": (4,), "heads": (8, 2), "dim": 128, "page": 1, "block": 2,
-        "pattern": "all", "map": "high", "causal": "bottom_right", "window": 0, "splits": 2, "tile": 16,
-        "values": "huge",
+        "pattern": "all", "map": "high", "cache": "span", "causal": "bottom_right", "window": 0, "splits": 2,
+        "tile": 16, "values": "huge",
     }  # fmt: skip
     assert list(changes) == [axis.name for axis in AXES]
     decode = Cell(str(changes.pop("phase")), "fp16", (40,))
@@ -114,6 +119,9 @@ def test_a_text_that_is_not_canonical_is_refused_with_the_one_that_is(text: str,
         ("decode/fp16/kv:17/window:-2", ("axis window", "from -1", "-2")),
         ("decode/fp16/kv:17/splits:0", ("axis splits", "from 1", "got 0")),
         ("decode/fp16/kv:-1", ("axis kv", "from 0")),
+        ("decode/fp16/kv:17/map:high/cache:span", ("map:high needs cache:contiguous",)),
+        ("decode/fp16/kv:17/map:shared", ("map:shared needs two requests",)),
+        ("decode/fp16/kv:1700/pattern:case64k", ("pattern:case64k needs page:16 and block:16",)),
         ("decode/fp16/kv:17+", ("axis kv", "'17+'")),
         ("decode/fp16/kv:17/heads:4", ("axis heads", "got 4")),
         ("decode/fp16/kv:17/tile:32/tile:32", ("axis tile", "twice")),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sacts.reference.bounds import Expected
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.spec import Hints
-from sacts.reports.records import Finding, Gate
+from sacts.reports.records import Finding, Gate, Strip
 
 from ..build import Problem
 from ..launch import Launcher, Observed, place_of
@@ -26,6 +26,7 @@ Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MAX_SLOTS = 4096  # physical (slot, KV head) pairs that one decoding looks at
+STRIP_BINS = 128  # ranges of a probability strip
 NAMED = 4  # tokens named in a sentence
 
 
@@ -71,7 +72,7 @@ def judge_count(
     place = place_of(problem.spec, token, head)
     k = int(expected.edges[token, head])
     seen = float(observed.out[token, head, channel])
-    gate = Gate.COUNT
+    gate, strip = Gate.COUNT, None
     if not k or not np.isfinite(seen):
         words = f"channel {channel} is {seen:.7g}, " + (
             "must be finite" if k else "but the row has no edge: out must be 0"
@@ -79,6 +80,7 @@ def judge_count(
     else:
         slots, weights, mass = _probability_row(launcher, problem, inputs, token, head, k, hints)
         gate, words = _explain(problem, slots, weights, mass, token, head, k)
+        strip = _strip(problem, slots, weights, token, head, k)
     if not words:
         low, high = (float(x[token, head, channel]) for x in (expected.out_lo, expected.out_hi))
         words = (
@@ -87,14 +89,15 @@ def judge_count(
         )
     rows = int((use > 1).any(axis=-1).sum())
     more = f" ({rows} of {use.shape[0] * use.shape[1]} output rows are wrong)" if rows > 1 else ""
-    return Finding(gate, place, f"{place}: {words}{more}", use=float(use[token, head, channel]))
+    return Finding(gate, place, f"{place}: {words}{more}", use=float(use[token, head, channel]), strip=strip)
 
 
 def _probed(problem: Problem, token: int, qo_head: int) -> tuple[Slots, int]:
     """All slots, those that the row may legally reach first, and how many these are."""
     spec = problem.spec
     page, offset, head = np.nonzero(np.ones_like(problem.needed))
-    own = (problem.slot_request[page, offset] == spec.token_request[token]) & (head == qo_head // spec.group_size)
+    position = problem.position_in(spec.token_request[token])
+    own = (position[page, offset] >= 0) & (head == qo_head // spec.group_size)
     order = np.argsort(~own, kind="stable")[:MAX_SLOTS]
     return Slots(page[order], offset[order], head[order]), int(own.sum())
 
@@ -164,9 +167,22 @@ def _expected_counts(problem: Problem, slots: Slots, token: int, qo_head: int) -
     kv_head = qo_head // spec.group_size
     mine = rows == token * spec.num_kv_heads + kv_head
     times = dict(zip(t[mine].tolist(), count[mine].tolist(), strict=True))
-    own = (problem.slot_request[slots.page, slots.offset] == spec.token_request[token]) & (slots.head == kv_head)
-    positions = problem.slot_token[slots.page, slots.offset]
+    positions = problem.position_in(spec.token_request[token])[slots.page, slots.offset]
+    own = slots.head == kv_head
     return np.array([times.get(int(p), 0) if o else 0 for p, o in zip(positions, own, strict=True)], np.float64)
+
+
+def _strip(problem: Problem, slots: Slots, weights: Array, token: int, qo_head: int, k: int) -> Strip:
+    """The decoded row by the request's own positions, tails included, in at most STRIP_BINS ranges."""
+    position = problem.position_in(problem.spec.token_request[token])[slots.page, slots.offset]
+    own = (position >= 0) & (slots.head == qo_head // problem.spec.group_size)
+    step = max(1, -(-(int(position[own].max(initial=0)) + 1) // STRIP_BINS))
+    bins = position[own] // step
+    expected = _expected_counts(problem, slots, token, qo_head) / k
+    finite = np.nan_to_num(weights)
+    observed, right = (np.bincount(bins, x[own]) for x in (finite, expected))
+    first = (np.arange(len(observed)) * step).tolist()
+    return Strip(first, step, observed.tolist(), right.tolist(), float(finite[~own].sum()))
 
 
 def _names(problem: Problem, slots: Slots, chosen: Ints, token: int, weights: Array, k: int) -> str:
@@ -174,9 +190,15 @@ def _names(problem: Problem, slots: Slots, chosen: Ints, token: int, weights: Ar
     if not len(chosen):
         return ""
     first = f"{_name(problem, slots, int(chosen[0]), token)}, weight {weights[chosen[0]]:.6g} where an edge has 1/{k}"
-    rest = [str(problem.slot_token[slots.page[i], slots.offset[i]]) for i in chosen[1:NAMED]]
+    rest = [_short(problem, slots, int(i), token) for i in chosen[1:NAMED]]
     more = f" and {len(chosen) - NAMED} more" if len(chosen) > NAMED else ""
     return first + (f"; also {', '.join(rest)}{more}" if rest else "")
+
+
+def _short(problem: Problem, slots: Slots, i: int, token: int) -> str:
+    """Its position in the row's request, or in the request that owns it."""
+    own = int(problem.position_in(problem.spec.token_request[token])[slots.page[i], slots.offset[i]])
+    return str(own if own >= 0 else problem.slot_token[slots.page[i], slots.offset[i]])
 
 
 def _name(problem: Problem, slots: Slots, i: int, token: int) -> str:
@@ -184,12 +206,14 @@ def _name(problem: Problem, slots: Slots, i: int, token: int) -> str:
     spec = problem.spec
     page, offset, head = int(slots.page[i]), int(slots.offset[i]), int(slots.head[i])
     physical = int(problem.pages[page])
-    owner, position = int(problem.slot_request[page, offset]), int(problem.slot_token[page, offset])
     request = spec.token_request[token]
     where = f"physical page {physical} offset {offset}, KV head {head}"
+    position = int(problem.position_in(request)[page, offset])
+    owner = request if position >= 0 else int(problem.slot_request[page, offset])
     if owner < 0:
         return f"a slot of no request ({where})"
     if owner != request:
+        position = int(problem.slot_token[page, offset])
         return f"token {position} of request {owner} ({where})"
     tail = f" beyond T = {spec.seq_lens[request]}" if position >= spec.seq_lens[request] else ""
     return f"token {position}{tail} (logical page {position // spec.page_size} -> {where})"

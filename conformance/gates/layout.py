@@ -61,7 +61,7 @@ def judge_layout(launcher: Launcher, problem: Problem, inputs: Inputs, clean: Ob
     """Requirement: out and lse keep their bits whatever stands where no row attends."""
     for shift, (name, value) in enumerate(POISONS.items(), start=1):
         poisoned = value(problem.spec.dtype)
-        surroundings = Surroundings(workspace_byte=_BYTES[name], stale_shift=shift)
+        surroundings = Surroundings(workspace_byte=_BYTES[name], stale_shift=shift, filler=poisoned)
         observed = launcher(problem, _poison(inputs, _slots(problem), poisoned), surroundings=surroundings)
         if changed := _changed(problem, clean, observed):
             source = _localise(launcher, problem, inputs, clean, poisoned, surroundings)
@@ -93,6 +93,8 @@ def _localise(
     none = slots.take(slice(0))
     if matters(none, Surroundings(workspace_byte=surroundings.workspace_byte)):
         return "the workspace"
+    if matters(none, Surroundings(filler=surroundings.filler)):
+        return "the room between the pages of a strided cache"
     if matters(none, Surroundings(stale_shift=surroundings.stale_shift)):
         return "stale columns of the page table (other pages)"
     while len(slots) > 1:

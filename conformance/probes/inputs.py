@@ -17,8 +17,9 @@ from sacts.reference.forward import Inputs
 
 from ..build import Problem
 from ..draw import Array, Draw
+from ..launch import STALE_VALUE
 
-HOT_KEY, HOT_VALUE = 8.0, 1024.0  # stale data in slots that belong to no committed token
+HOT_KEY = 8.0  # and STALE_VALUE: stale data in slots that belong to no committed token
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def _random(problem: Problem) -> Inputs:
     q, k = _VALUES[problem.cell.values](q, k)
     stale = _uncommitted(problem)
     k[stale] = HOT_KEY * draw.signs(k[stale].shape)
-    v[stale] = HOT_VALUE
+    v[stale] = STALE_VALUE
     return problem.inputs(*(round_to(x, problem.spec.dtype) for x in (q, k, v)))
 
 

@@ -1,0 +1,82 @@
+"""`sacts audit`."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Annotated
+
+import typer
+
+from sacts.reports import records
+
+from .common import (
+    Device,
+    Expression,
+    Processes,
+    Tier,
+    cells_of,
+    check_device,
+    err,
+    out,
+    processes_for,
+    tier_path,
+    usage,
+)
+
+
+def audit(
+    faults: Annotated[
+        list[str] | None, typer.Argument(help="Faults by name; default: all.", show_default=False)
+    ] = None,
+    tier: Tier = "smoke",
+    device: Device = "cpu",
+    expression: Expression = "",
+    processes: Processes = None,
+    list_only: Annotated[bool, typer.Option("--list", help="Print the catalogue instead.")] = False,
+) -> None:
+    """Prove that the gates work: run every seeded fault, and see it killed by the right gate with the right place
+    named.
+
+    [bold]sacts audit[/]  all faults on the smoke tier
+
+    [bold]sacts audit tail_slot_attended -k block[/]  one fault on some cells
+
+    [bold]sacts run -a sacts.kernels_under_test.faults:tail_slot_attended[/]  see what a user would see
+    """
+    from sacts.kernels_under_test.faults import catalogue
+    from sacts.reports import summary
+
+    from ..audit import audit as compare
+    from ..session import Selection, SelectionError, judge_all
+    from ..worker import Limits
+
+    known = catalogue()
+    for name in faults or []:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            usage(
+                f"no seeded fault {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see sacts audit --list")
+            )
+    chosen = [known[name] for name in faults or known]
+    if list_only:
+        for fault in chosen:
+            print(f"{fault.name}: {fault.stands_for} [{', '.join(fault.gates)}]")
+        return
+    check_device(device)
+    path = tier_path(tier)
+    cells_of(path)
+    names = [fault.adapter for fault in chosen]
+    try:
+        judged = judge_all(
+            Selection(
+                path, names, device, expression, processes=processes_for(processes, device), limits=Limits(10.0, 60.0)
+            ),
+            err,
+        )
+    except SelectionError as error:
+        usage(error)
+    outcomes = compare(chosen, judged)
+    summary.show_audit(out, outcomes)
+    broken = any(record.verdict in records.INCOMPLETE for record in judged)
+    missed = not all(outcome.caught for outcome in outcomes)
+    raise typer.Exit(records.EXIT_INCOMPLETE if broken else records.EXIT_FAILURES if missed else records.EXIT_ACCEPTED)

@@ -1,0 +1,115 @@
+"""What the commands share: consoles, options, and usage errors that say what is valid."""
+
+from __future__ import annotations
+
+import os
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from sacts.matrices import tiers
+from sacts.matrices.cell import Cell, CellError, parse
+from sacts.reports import records
+
+from .. import loading
+
+WIDE = 240  # columns where no terminal says otherwise
+out = Console(soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
+err = Console(stderr=True, soft_wrap=True)
+
+
+def adapter_names(incomplete: str) -> list[str]:
+    """Completion of installed adapters."""
+    return [name for name in loading.names() if name.startswith(incomplete)]
+
+
+def _cell_ids(incomplete: str) -> list[str]:
+    return [cell.id for name in tiers.names() for cell in tiers.load(tiers.path_of(name)) if incomplete in cell.id]
+
+
+Tier = Annotated[
+    str,
+    typer.Option("--tier", "-t", help="A tier by name, or the path of a .cells file.", autocompletion=tiers.names),
+]
+Device = Annotated[str, typer.Option("--device", "-d", help="Any torch device; on cpu Triton runs in its interpreter.")]
+Expression = Annotated[
+    str, typer.Option("-k", help="Only cells whose id matches, as in pytest: 'bf16 and not splits'.")
+]
+Processes = Annotated[
+    int | None, typer.Option("-n", min=1, help="Cells judged at a time.", show_default="cores; 1 on a GPU")
+]
+AdapterName = Annotated[
+    str,
+    typer.Argument(
+        help="Installed name, module:attribute or path/to/file.py[:attribute].", autocompletion=adapter_names
+    ),
+]
+CellIds = Annotated[
+    list[str] | None,
+    typer.Argument(help="Cell ids; default: the whole tier.", show_default=False, autocompletion=_cell_ids),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+def usage(message: object) -> NoReturn:
+    """Say what was wrong and exit 2."""
+    err.print(f"sacts: {message}", style="bold red", markup=False, highlight=False)
+    raise typer.Exit(records.EXIT_USAGE)
+
+
+def tier_path(tier: str) -> Path:
+    """The file of a tier, or a usage error."""
+    try:
+        return tiers.path_of(tier)
+    except tiers.TierError as error:
+        usage(error)
+
+
+def cell_of(text: str, path: Path | None = None) -> Cell:
+    """The cell of an id, or a usage error with the nearest id of a tier."""
+    try:
+        return parse(text)
+    except CellError as error:
+        path = path or tier_path("smoke")
+        near = get_close_matches(text, [cell.id for cell in cells_of(path)], n=1)
+        usage(f"{error}" + (f"; nearest cell of {path.stem}: {near[0]}" if near else ""))
+
+
+def cells_of(path: Path) -> list[Cell]:
+    """The cells of a tier file, or a usage error that names its line."""
+    try:
+        return tiers.load(path)
+    except tiers.TierError as error:
+        usage(error)
+
+
+def check_device(device: str) -> None:
+    """A usage error for a device that torch cannot use here."""
+    if device == "cpu":
+        return
+    import torch
+
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        usage(
+            f"device {device!r} is not usable here: {str(error).splitlines()[0]}; --device takes cpu, cuda, cuda:1, ..."
+        )
+
+
+def check_adapters(adapters: list[str]) -> None:
+    """A usage error for a name that can name no adapter."""
+    for adapter in adapters:
+        try:
+            loading.check(adapter)
+        except loading.AdapterError as error:
+            usage(error)
+
+
+def processes_for(requested: int | None, device: str) -> int:
+    """One per core on the CPU; one on a GPU, where launches share the device."""
+    return requested or ((os.cpu_count() or 1) if device == "cpu" else 1)

@@ -1,0 +1,131 @@
+"""`sacts run`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sacts.matrices.cell import axis_values
+from sacts.reports import records
+
+from .common import (
+    CellIds,
+    Device,
+    Expression,
+    Processes,
+    Tier,
+    adapter_names,
+    cell_of,
+    cells_of,
+    check_adapters,
+    check_device,
+    err,
+    out,
+    processes_for,
+    tier_path,
+    usage,
+)
+
+DEFAULT_ADAPTERS = ["triton", "sdpa"]
+
+
+@contextmanager
+def _tier_of(ids: list[str], path: Path) -> Iterator[tuple[Path, str, int]]:
+    """A tier file with just these cells (any cell of the matrix), the expression that selects replicates, and their
+    number.
+    """
+    if not ids:
+        yield path, "", 1
+        return
+    chosen, terms, replicates = [], [], 1
+    for text in ids:
+        name, _, replicate = text.partition("/replicate:")
+        if not (replicate or "0").isdecimal():
+            usage(f"replicate:{replicate} in {text!r} is no number")
+        number = int(replicate or 0)
+        chosen.append(cell_of(name, path).id)
+        if replicate:
+            terms.append(f"({name} and replicate:{number})")
+            replicates = max(replicates, number + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "selected.cells"
+        file.write_text("\n".join(dict.fromkeys(chosen)) + "\n", encoding="utf-8")
+        cells_of(file)
+        yield file, " or ".join(terms), replicates
+
+
+def run(
+    cells: CellIds = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            "-a",
+            help="Installed name, module:attribute or path/to/file.py. Repeatable.",
+            show_default="triton, sdpa",
+            autocompletion=adapter_names,
+        ),
+    ] = None,
+    tier: Tier = "smoke",
+    device: Device = "cpu",
+    expression: Expression = "",
+    processes: Processes = None,
+    replicates: Annotated[int, typer.Option(min=1, help="Draw each cell's data this many times.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one launch.")] = 30.0,
+    compile_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for a spec's first launch, which may compile.")
+    ] = 60.0,
+    report: Annotated[Path, typer.Option(help="Folder for records.jsonl, report.html and junit.xml.")] = Path(
+        "sacts-report"
+    ),
+) -> None:
+    """Judge adapters on a tier, or on single cells.
+
+    [bold]sacts run[/]  the bundled kernels on the smoke tier, on this machine
+
+    [bold]sacts run -a my_kernel.py[/]  your adapter: a file with run(case, plan=None) -> Outputs
+
+    [bold]sacts run -a triton -d cuda -k "prefill and bf16"[/]  a part of the tier, on a GPU
+
+    [bold]sacts run -a triton decode/fp16/kv:17/pattern:all[/]  one cell, as failures print it
+    """
+    from ..session import Selection, SelectionError, judge_all
+    from ..worker import Limits
+
+    adapters = adapter or DEFAULT_ADAPTERS
+    check_adapters(adapters)
+    check_device(device)
+    with _tier_of(cells or [], tier_path(tier)) as (path, chosen, needed):
+        cells_of(path)
+        both = f"({chosen}) and ({expression})" if chosen and expression else chosen or expression
+        selection = Selection(
+            path,
+            adapters,
+            device,
+            both,
+            max(replicates, needed),
+            processes_for(processes, device),
+            Limits(timeout, compile_timeout),
+        )
+        try:
+            judged = judge_all(selection, err)
+        except SelectionError as error:
+            usage(error)
+    from sacts.reports import html, junit, summary
+
+    from ..environment import environment
+
+    summary.show(out, judged)
+    code = records.exit_code(judged)
+    word = {records.EXIT_ACCEPTED: "accepted", records.EXIT_FAILURES: "not accepted"}.get(code, "incomplete")
+    records.write(report / "records.jsonl", judged)
+    junit.write(report / "junit.xml", judged)
+    html.write(report / "report.html", judged, environment(device), axis_values)
+    files = "records.jsonl, junit.xml and report.html"
+    out.print(f"{word}; {len(judged)} records: {files} in {report}", markup=False, highlight=False)
+    raise typer.Exit(code)

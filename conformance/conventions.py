@@ -1,0 +1,115 @@
+"""Conventions: how a problem is handed to a backend that declares them, and which other declarations might explain a
+failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sacts.reference.candidates import CandidateLists
+from sacts.reference.forward import edges
+from sacts.reference.spec import AttentionSpec, CausalRule
+
+from .adapter import (
+    PADDING,
+    SEQ_LEN,
+    Capabilities,
+    Consumes,
+    IndexSpace,
+    KVLayout,
+    LseBase,
+    Scale,
+    SentinelPlaces,
+)
+from .build import Problem
+from .draw import Ints
+
+
+def spec_for(spec: AttentionSpec, capabilities: Capabilities) -> AttentionSpec:
+    """The spec as the backend sees it: a backend of physical slots gets tokens that need no mask."""
+    if capabilities.index_space is IndexSpace.LOGICAL:
+        return spec
+    return replace(spec, block_size=1, causal=CausalRule.NONE, window_left=-1)
+
+
+def lists_for(problem: Problem, capabilities: Capabilities) -> CandidateLists:
+    """The candidate lists in the declared form: raw or validated, logical or physical, with the declared padding."""
+    if capabilities.index_space is IndexSpace.PHYSICAL:
+        return _physical(problem)
+    if capabilities.consumes is Consumes.VALIDATED:
+        return CandidateLists(problem.candidates.indptr, problem.candidates.indices)
+    return _padded(problem.spec, problem.raw, capabilities)
+
+
+def _physical(problem: Problem) -> CandidateLists:
+    """The attended tokens of each row as physical slots."""
+    spec = problem.spec
+    rows, t, _ = edges(spec, problem.candidates)
+    request = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
+    page, offset = np.divmod(t, spec.page_size)
+    indptr = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=spec.num_rows))))
+    return CandidateLists(indptr, problem.table.table[request, page] * spec.page_size + offset)
+
+
+def _padded(spec: AttentionSpec, raw: CandidateLists, capabilities: Capabilities) -> CandidateLists:
+    rows = np.repeat(np.arange(spec.num_rows), np.diff(raw.indptr))
+    padding = raw.indices == PADDING
+    order: Ints = np.arange(len(rows))
+    if capabilities.sentinel_places is SentinelPlaces.TAIL:
+        order = np.lexsort((padding, rows))
+    request = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
+    own_length = np.asarray(spec.seq_lens, np.int64)[request]
+    sentinel = own_length if capabilities.sentinel == SEQ_LEN else np.full(len(rows), int(capabilities.sentinel))
+    return CandidateLists(raw.indptr, np.where(padding, sentinel, raw.indices)[order])
+
+
+def converted(problem: Problem, capabilities: Capabilities) -> list[str]:
+    """What of this cell the backend does not see because the suite converts it away."""
+    lost = []
+    if problem.cell.cache != "contiguous" and not capabilities.real_strides:
+        lost.append("strided cache made contiguous")
+    if capabilities.index_space is IndexSpace.PHYSICAL:
+        lost.append("masks and blocks resolved into physical slots")
+    if capabilities.scale is Scale.DEFAULT:
+        lost.append("sm_scale is 1 / sqrt(head_dim_qk)")
+    return lost
+
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "lse_base": tuple(LseBase),
+    "empty_lse": (float("-inf"), float("inf"), 0.0),
+    "kv_layout": tuple(KVLayout),
+    "scale": tuple(Scale),
+    "index_space": tuple(IndexSpace),
+    "sentinel": (PADDING, SEQ_LEN),
+    "sentinel_places": tuple(SentinelPlaces),
+    "consumes": tuple(Consumes),
+    "real_strides": (True, False),
+    "packed_kv": (False, True),
+    "workspace_zeroed": (False, True),
+}
+
+
+def described(capabilities: Capabilities) -> dict[str, str]:
+    """Every convention as it is declared, as text."""
+    return {field: str(getattr(capabilities, field)) for field in _VALUES}
+
+
+def alternatives(declared: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(field, other value) for every convention, as text, the likelier mistakes first."""
+    for field, values in _VALUES.items():
+        for value in map(str, values):
+            if value != declared[field]:
+                yield field, value
+
+
+def declare(capabilities: Capabilities, field: str, value: Any) -> Capabilities:
+    """The same capabilities with one convention declared otherwise; `value` may be text. Raises ValueError."""
+    for known in _VALUES.get(field, ()):
+        if str(value) == str(known):
+            return replace(capabilities, **{field: known})
+    raise ValueError(f"no convention {field} = {value!r}")
