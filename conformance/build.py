@@ -128,20 +128,19 @@ def _page_count(seq_len: int, page_size: int) -> int:
 
 
 def _table(spec: AttentionSpec, pages: Ints, num_pages: int, decoys: Ints) -> tuple[PageTable, Ints]:
-    """Deal `pages` to the requests in turn; the columns beyond are stale: decoys, and pages of other requests."""
+    """Deal `pages` to the requests in turn; decoys hold data that belongs to nobody."""
     counts = [_page_count(seq_len, spec.page_size) for seq_len in spec.seq_lens]
-    stale = np.concatenate((decoys, pages))
-    table = np.resize(stale, (spec.num_requests, max(counts) + STALE_COLUMNS))
-    owned, start = [], 0
-    for request, count in enumerate(counts):
-        mine = pages[start : start + count]
-        others = np.setdiff1d(stale, mine, assume_unique=True)
-        table[request] = np.resize(others[::-1], table.shape[1])
-        table[request, :count] = mine
-        owned.append(frozenset(mine.tolist()))
-        start += count
-    live = np.unique(stale)
-    return PageTable(table, spec.page_size, num_pages, tuple(owned)), live
+    return _assemble(spec, np.split(pages, np.cumsum(counts)[:-1]), num_pages, np.union1d(pages, decoys))
+
+
+def _assemble(spec: AttentionSpec, dealt: list[Ints], num_pages: int, live: Ints) -> tuple[PageTable, Ints]:
+    """A table of these pages, and the live pages. Columns beyond a request's pages are stale: live pages of others."""
+    table = np.empty((spec.num_requests, max(map(len, dealt)) + STALE_COLUMNS), np.int64)
+    for request, mine in enumerate(dealt):
+        table[request] = np.resize(np.setdiff1d(live, mine)[::-1], table.shape[1])
+        table[request, : len(mine)] = mine
+    owned = tuple(frozenset(mine.tolist()) for mine in dealt)
+    return PageTable(table, spec.page_size, num_pages, owned), live
 
 
 def _total_pages(spec: AttentionSpec) -> int:
@@ -159,12 +158,12 @@ def _shared_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
     """Random pages, then the first logical pages of every request are those of request 0."""
     table, live = _random_pages(spec, draw)
     shared = max(1, min(seq_len // spec.page_size for seq_len in spec.seq_lens) // 2)
-    owned = []
+    dealt = []
     for request, seq_len in enumerate(spec.seq_lens):
-        count = _page_count(seq_len, spec.page_size)
-        table.table[request, :shared] = table.table[0, :shared]
-        owned.append(frozenset(table.table[request, :count].tolist()))
-    return PageTable(table.table, spec.page_size, table.num_pages, tuple(owned)), live
+        mine = table.table[request, : _page_count(seq_len, spec.page_size)].copy()
+        mine[:shared] = table.table[0, :shared][: len(mine)]
+        dealt.append(mine)
+    return _assemble(spec, dealt, table.num_pages, live)
 
 
 def _identity_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:

@@ -121,7 +121,8 @@ def _judge_refusal(launcher: Launcher, problem: Problem, support: Support, sheet
 def _stage(launcher: Launcher, problem: Problem, probe: Probe, hints: Hints | None = None) -> Stage:
     inputs = probe.inputs(problem)
     numerics = launcher.backend.capabilities.numerics_of(problem.spec.dtype)
-    right = expected(problem.spec, inputs, problem.table, problem.candidates, numerics, probe.exactness)
+    numerics = replace(numerics, splits=numerics.splits or problem.hints.num_splits > 1)
+    right = expected(problem.spec, inputs, problem.table, problem.candidates, numerics, probe.exactness(problem))
     hints = hints or problem.hints
     return Stage(problem, inputs, right, launcher(problem, inputs, hints=hints), hints)
 

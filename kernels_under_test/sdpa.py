@@ -22,9 +22,9 @@ class Adapter:
     name = "sdpa"
     capabilities = Capabilities(
         numerics={
-            DType.FP32: Numerics(p=DType.FP32, out=DType.FP32, unit_p=False, dense=True),
+            DType.FP32: Numerics(p=DType.FP32, out=DType.FP32, dense=True),
             # PyTorch's CPU kernel takes a faster exponential for 16-bit types; exp(0) is off by about 3e-5.
-            **{dtype: Numerics(p=dtype, out=dtype, u_exp=1.1e-4, unit_p=False, dense=True) for dtype in _HALF},
+            **{dtype: Numerics(p=dtype, out=dtype, u_exp=1.1e-4, dense=True) for dtype in _HALF},
         }
     )
 

@@ -44,6 +44,7 @@ CACHES = {
 VALUES = {
     "gaussian": "normal q, K and V",
     "huge": "logits up to about +-300, one key dominant in most rows",
+    "shifted": "all logits shifted by one number, -864 (random probe) or -98304 (count witness)",
     "equal": "all keys equal: every logit the same, not zero",
 }
 MEANINGS = {"pattern": PATTERNS, "map": MAPS, "cache": CACHES, "values": VALUES}

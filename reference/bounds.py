@@ -29,12 +29,14 @@ MAX_RHO = 0.5  # beyond this relative error of the denominator there is no bound
 
 @dataclass(frozen=True)
 class Exactness:
-    """What an input family proves about the arithmetic: `equal_logits`: all logits are exactly 0, so no rescale
-    rounds, and P = exp2(0) = 1 where the backend declares `unit_p`; `exact_sums`: every partial sum of P and of P
-    V is an integer that FP32 holds.
+    """What an input family proves about the arithmetic. `equal_logits`: all logits of a row are one number, so no
+    rescale rounds, and every P of a row is the same number, so that they share one rounding error. `zero_logits`:
+    that number is 0, so P = exp2(0) = 1 where the backend declares `unit_p`. `exact_sums`: every partial sum of P
+    and of P V is an integer that FP32 holds.
     """
 
     equal_logits: bool = False
+    zero_logits: bool = False
     exact_sums: bool = False
 
 
@@ -120,8 +122,8 @@ def _allowance(
 
     eta = np.where(edge, _weight_error(spec, group, s, lse, largest, k, numerics, exactness), 0.0)
     p, part = FORMATS[numerics.p], FORMATS[numerics.partial]
-    u_p, a_p = (0.0, 0.0) if exactness.equal_logits and numerics.unit_p else (p.u, p.a)
-    sums = np.zeros(k.shape) if exactness.exact_sums else gamma(k)
+    u_p, a_p = (0.0, 0.0) if exactness.zero_logits and numerics.unit_p else (p.u, p.a)
+    sums = np.zeros(k.shape) if exactness.exact_sums and numerics.unit_p else gamma(k)
     cast_l = (u_p + a_p * k / l) if numerics.l_sums_cast_p else np.zeros(l.shape)
     rescale = 0.0 if exactness.equal_logits else _rescales(group, k, numerics) * U32
     u_part, a_part = (part.u, part.a) if numerics.splits else (0.0, 0.0)
@@ -172,7 +174,8 @@ def _weight_error(
     """eta [n, g, T]: relative error of each un-normalised weight."""
     merge_size = np.maximum(np.abs(lse), largest)[..., None]
     if exactness.equal_logits:
-        merge = 8 * U32 * np.abs(lse)[..., None] + numerics.u_exp + 4 * U32
+        from_lse = 0.0 if numerics.merges_states else 8 * U32
+        merge = from_lse * np.abs(lse)[..., None] + numerics.u_exp + 4 * U32
         own = 0.0 if numerics.unit_p else numerics.u_exp
         return np.broadcast_to(own + merge * numerics.splits, s.shape)
     products = scores.logits(np.abs(group.q), np.abs(group.k), spec.sm_scale)  # S

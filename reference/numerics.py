@@ -22,7 +22,8 @@ class Numerics:
     u_operand: relative rounding of the operands of q.k before the product (0; tf32: 2^-11).
     l_sums_cast_p: the denominator adds the cast P, not the FP32 one.
     min_tile: the smallest number of slots between two rescales of the accumulator.
-    splits: the backend may cut a row into splits and merge them, whatever the hint says.
+    splits: the backend may cut a row into splits and merge them where the hint names one.
+    merges_states: splits are merged from un-normalised (m, l, o), not from normalised outputs and their lse.
     unit_p: where all logits of a row are equal, every P is exactly 1, before and after its cast. False for an
         exponential with exp(0) != 1, and for a backend that divides P by l before the cast.
     dense: tiles walk the whole KV range, not only the slots that the candidate entries name.
@@ -35,8 +36,9 @@ class Numerics:
     u_operand: float = 0.0
     l_sums_cast_p: bool = False
     min_tile: int = 16
-    splits: bool = True
-    unit_p: bool = True
+    splits: bool = False
+    merges_states: bool = False
+    unit_p: bool = False
     dense: bool = False
 
     @classmethod

@@ -26,7 +26,7 @@ Array = NDArray[np.float64]
 Single = NDArray[np.float32]
 
 TORCH = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
-COUNT = Exactness(equal_logits=True, exact_sums=True)
+COUNT = Exactness(equal_logits=True, exact_sums=True, zero_logits=True)
 FAMILIES = ("gaussian", "huge", "equal", "heavy tail")
 
 
@@ -203,7 +203,7 @@ def witness(dtype: DType, k: int = 512, channels: int = 16) -> tuple[Problem, Ar
 @pytest.mark.parametrize("dtype", DType)
 def test_the_count_witness_tells_every_dropped_and_doubled_candidate(dtype: DType) -> None:
     problem, codes = witness(dtype)
-    allowed = problem.expected(Numerics(dtype, dtype), COUNT)
+    allowed = problem.expected(Numerics(dtype, dtype, splits=True, unit_p=True), COUNT)
     low, high = allowed.out_lo[0, 0], allowed.out_hi[0, 0]
     k, total = len(codes), codes.sum(axis=0)
     mean = cast(total / k, dtype)
@@ -218,7 +218,7 @@ def test_the_count_witness_tells_every_dropped_and_doubled_candidate(dtype: DTyp
 
 def test_the_witness_without_splits_has_no_error_but_the_flush_where_the_codes_cancel() -> None:
     problem, codes = witness(DType.BF16)
-    allowed = problem.expected(replace(Numerics.default(DType.BF16), splits=False), COUNT)
+    allowed = problem.expected(replace(Numerics.default(DType.BF16), unit_p=True), COUNT)
     assert 0 < allowed.half_width[0, 0, 0] <= 2.0**-126 * (2 + len(codes))
     assert allowed.out_lo[0, 0, 0] >= -(2.0**-116)
     assert allowed.out_hi[0, 0, 0] <= 2.0**-116
@@ -226,7 +226,7 @@ def test_the_witness_without_splits_has_no_error_but_the_flush_where_the_codes_c
 
 def test_exactness_flags_and_unit_p_narrow_the_witness_and_nothing_else_may() -> None:
     problem, _ = witness(DType.BF16)
-    numerics = Numerics.default(DType.BF16)
+    numerics = replace(Numerics.default(DType.BF16), unit_p=True)
     exact = problem.expected(numerics, COUNT).half_width.max()
     assert exact < 1e-5
     for weaker in (
@@ -273,7 +273,7 @@ def test_an_empty_row_must_be_exactly_zero_beside_a_row_that_is_not() -> None:
         ({"u_operand": 2.0**-11}, {}, True),
         ({"p": DType.FP16}, {"p": DType.FP32}, False),
         ({"p": DType.BF16}, {"p": DType.FP16}, False),
-        ({"partial": DType.BF16}, {}, False),
+        ({"partial": DType.BF16}, {"splits": True}, False),
         ({"l_sums_cast_p": True}, {}, True),
         ({"dense": True}, {}, True),
         ({"min_tile": 1}, {}, True),

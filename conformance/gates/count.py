@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sacts.reference.bounds import Expected
+from sacts.reference.formats import FORMATS
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.spec import Hints
 from sacts.reports.records import Finding, Gate, Strip
@@ -152,7 +153,7 @@ def _explain(
     ]
     if parts:
         return Gate.COUNT, "; ".join(parts)
-    if k and abs(total - 1) > 0.25 / k:
+    if k and abs(total - 1) > 0.25 / k + 2 * FORMATS[problem.spec.dtype].u:
         counted = f"; e^lse is {mass:.5g}" if np.isfinite(mass) else ""
         return Gate.LSE, (
             f"its {k} weights are equal but sum to {total:.5g}: the denominator counts {k / total:.4g} edges, "

@@ -19,6 +19,7 @@ from ..build import Problem
 from ..draw import Array, Draw
 from ..launch import STALE_VALUE
 
+SHIFT, WITNESS_SHIFT = 96.0, 1024.0  # sizes of the shifting channel of q and K, exact in every dtype
 HOT_KEY = 8.0  # and STALE_VALUE: stale data in slots that belong to no committed token
 
 
@@ -28,7 +29,7 @@ class Probe:
 
     name: str
     proves: str
-    exactness: Exactness
+    exactness: Callable[[Problem], Exactness]
     inputs: Callable[[Problem], Inputs]
 
 
@@ -63,9 +64,17 @@ def _equal_keys(q: Array, k: Array) -> tuple[Array, Array]:
     return q, np.broadcast_to(k[:1, :1, :1], k.shape).copy()
 
 
+def _shift(q: Array, k: Array, size: float) -> tuple[Array, Array]:
+    """Every logit moves by -sm_scale * size^2: by -864 and -98304 at head dimension 64."""
+    q, k = q.copy(), k.copy()
+    q[..., 0], k[..., 0] = size, -size
+    return q, k
+
+
 _VALUES: dict[str, Callable[[Array, Array], tuple[Array, Array]]] = {
     "gaussian": lambda q, k: (q, k),
     "huge": lambda q, k: (10 * q, 10 * k),
+    "shifted": lambda q, k: _shift(q, k, SHIFT),
     "equal": _equal_keys,
 }
 
@@ -74,7 +83,15 @@ def _count(problem: Problem) -> Inputs:
     draw = problem.draw("count")
     q_shape, k_shape, v_shape = _shapes(problem)
     k = round_to(draw.normal(k_shape), problem.spec.dtype)
-    return problem.inputs(np.zeros(q_shape), k, _paired_codes(problem, draw, v_shape))
+    q = np.zeros(q_shape)
+    if problem.cell.values == "shifted":
+        q, k = _shift(q, k, WITNESS_SHIFT)
+    return problem.inputs(q, k, _paired_codes(problem, draw, v_shape))
+
+
+def _count_exactness(problem: Problem) -> Exactness:
+    shifted = problem.cell.values == "shifted"
+    return Exactness(equal_logits=True, zero_logits=not shifted, exact_sums=not shifted)
 
 
 def _paired_codes(problem: Problem, draw: Draw, shape: tuple[int, ...]) -> Array:
@@ -96,11 +113,14 @@ def _paired_codes(problem: Problem, draw: Draw, shape: tuple[int, ...]) -> Array
 
 
 RANDOM = Probe(
-    "random", "every output and lse element lies within the error that its own inputs allow", GENERIC, _random
+    "random",
+    "every output and lse element lies within the error that its own inputs allow",
+    lambda problem: GENERIC,
+    _random,
 )
 COUNT = Probe(
     "count",
     "each row attends exactly its candidates, each once: with equal logits, out is their mean code and lse is ln k",
-    Exactness(equal_logits=True, exact_sums=True),
+    _count_exactness,
     _count,
 )

@@ -38,7 +38,10 @@ class Adapter:
     name = "triton"
     capabilities = Capabilities(
         consumes=Consumes.RAW,
-        numerics={dtype: Numerics(p=DType.FP32 if INTERPRETED else dtype, out=dtype) for dtype in DType},
+        numerics={
+            dtype: Numerics(p=DType.FP32 if INTERPRETED else dtype, out=dtype, merges_states=True, unit_p=True)
+            for dtype in DType
+        },
     )
 
     def support(self, spec: AttentionSpec) -> Support:
