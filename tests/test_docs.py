@@ -50,6 +50,19 @@ def test_without_its_mask_it_fails_as_the_readme_shows(tmp_path: Path) -> None:
     assert " ".join(record.sentence.split()) in " ".join(README.split())
 
 
+def test_without_its_window_the_skeleton_fails_as_the_tour_shows(tmp_path: Path) -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    skeleton = (ROOT / "conformance" / "templates" / "adapter.py.txt").read_text(encoding="utf-8")
+    window = """            if spec.window_left >= 0:
+                seen &= t >= position - spec.window_left
+"""
+    assert skeleton.count(window) == 1
+    cell = "prefill/bf16/kv:70/q:5/pattern:all/causal:bottom_right/window:16"
+    assert judged(tmp_path, skeleton, cell).verdict is Verdict.PASS
+    record = judged(tmp_path, skeleton.replace(window, ""), cell)
+    assert " ".join(record.sentence.split()) in " ".join(tour.split())
+
+
 def test_the_readme_counts_the_catalogue() -> None:
     assert f"seeds {len(catalogue())} faults" in README
 
