@@ -71,7 +71,7 @@ def distinct(rows: Ints, values: Ints) -> Distinct:
     """Find repeats within rows by one sort: O(n log n), whatever the length of the context."""
     order = np.lexsort((values, rows))
     new = (np.diff(rows[order]) != 0) | (np.diff(values[order]) != 0)
-    return Distinct(order, np.flatnonzero(np.append(len(order) > 0, new)) if len(order) else order)
+    return Distinct(order, np.flatnonzero(np.concatenate(([len(order) > 0], new))))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sacts.reference.candidates import CandidateLists, ValidatedCandidates, blocks_of
+from sacts.reference.candidates import CandidateLists, ValidatedCandidates, blocks_of, validate
+from sacts.reference.forward import Inputs, forward
 from sacts.reference.layouts import (
     BlockLists,
     FixedLists,
@@ -32,7 +34,8 @@ from sacts.reference.layouts import (
     to_mask,
     to_page_lists,
 )
-from sacts.reference.paging import PageTable
+from sacts.reference.paging import PagedCache, PageTable
+from sacts.reference.spec import AttentionSpec, DType
 
 Rows = list[list[int]]
 WIDTH = 21
@@ -83,6 +86,34 @@ def test_the_loaded_set_holds_whole_blocks_up_to_t_and_the_attended_set_stays(ro
         ids, mask = blocks_of(row, block_size)
         assert (blocks.indices[a:b] == ids).all()
         assert (blocks.mask[a:b, 0] == mask).all()
+
+
+def test_slots_that_are_loaded_but_not_attended_carry_no_mass() -> None:
+    """Worked by hand: all slots of U get a logit, those outside S are set to -inf before the exponential."""
+    random = np.random.default_rng(8)
+    tokens, t = [3, 1, 17, 5], 19
+    spec = AttentionSpec(
+        num_qo_heads=1, num_kv_heads=1, head_dim_qk=4, head_dim_vo=3, page_size=4, seq_lens=(t,), qo_lens=(1,),
+        dtype=DType.FP32, sm_scale=0.6,
+    )  # fmt: skip
+    table = PageTable(np.array([[4, 0, 3, 1, 2]]), 4, 5, (frozenset(range(5)),))
+    inputs = Inputs(
+        random.normal(size=(1, 1, 4)),
+        PagedCache(np.arange(5), random.normal(size=(5, 4, 1, 4))),
+        PagedCache(np.arange(5), random.normal(size=(5, 4, 1, 3))),
+    )
+    blocks = to_blocks(lists([tokens]), 8)
+    u = loaded(blocks, t).indices
+    assert u.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18]
+    k, v = (cache.read(table, 0, u)[:, 0] for cache in (inputs.k, inputs.v))
+    z = np.where(blocks.mask.ravel()[: len(u)], 0.6 * k @ inputs.q[0, 0], -np.inf)
+    weights = np.exp(z)
+    found = forward(spec, inputs, table, validate(spec, from_blocks(blocks), table))
+    np.testing.assert_allclose(found.out[0, 0], weights @ v / weights.sum(), rtol=1e-13)
+    np.testing.assert_allclose(found.lse[0, 0], np.log(weights.sum()), rtol=1e-14)
+    whole = replace(spec, block_size=8)
+    other = forward(whole, inputs, table, validate(whole, CandidateLists(blocks.indptr, blocks.indices), table))
+    assert abs(other.lse[0, 0] - found.lse[0, 0]) > 0.1
 
 
 @fast
