@@ -136,7 +136,7 @@ def test_a_view_that_is_none_is_refused(
 
 
 def test_ownership_is_by_request_and_nothing_outside_the_pool_is_owned() -> None:
-    table = replace(TABLE, owned=(frozenset({5, 2, 7, -9, 10}), frozenset({1, 3})))
+    table = replace(TABLE, owned=(frozenset({5, 2, 7, -9, 9}), frozenset({1, 3})))
     assert table.owns(0, [5, 2, 7, 1, 9, -9, 10]).tolist() == [True, True, True, False, False, False, False]
     assert table.owns([1, 1, 1], [1, 3, 0]).tolist() == [True, True, False]
 
@@ -256,6 +256,13 @@ def test_an_alias_within_one_request_is_copied_too_and_keeps_its_other_reference
     private = copy_on_write(aliased, SPEC.seq_lens, 0, 2)
     assert private.table.table[0].tolist() == [5, 2, 0, 99]
     assert private.table.owned[0] == frozenset({0, 5, 2, 7})
+
+
+def test_a_page_that_another_request_owns_without_using_it_yet_is_copied() -> None:
+    promised = replace(TABLE, owned=(TABLE.owned[0], TABLE.owned[1] | {2}))
+    private = copy_on_write(promised, SPEC.seq_lens, 0, 1)
+    assert (private.source, private.destination) == (2, 0)
+    assert private.table.owned == (frozenset({5, 0, 7}), frozenset({1, 2, 3}))
 
 
 def test_a_private_page_is_not_copied() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from random import Random
 
@@ -168,6 +168,15 @@ def test_window_and_sinks_are_the_last_and_the_first_entries_that_a_query_may_na
         assert window[row] == (seen[-size:] if size else [])
         assert sinks[row] == allowed[:size]
     validate(spec, unite(spec, lists([[]] * spec.num_rows), *map(lists, (window, sinks))), TABLE)
+
+
+def test_a_query_beyond_the_committed_keys_has_a_window_of_the_last_committed_ones() -> None:
+    class Ahead(AttentionSpec):
+        token_position = (9, 15, -7, -1, 0, 2)  # type: ignore[assignment]
+
+    spec = Ahead(**{field.name: getattr(SPEC, field.name) for field in fields(SPEC)})
+    assert rows(local_window(spec, 2))[::2] == [[8, 9], [9, 10], [], [], [0], [1, 2]]
+    assert rows(fixed_sinks(spec, 2))[::2] == [[0, 1], [0, 1], [], [], [0], [0, 1]]
 
 
 def test_a_window_adds_what_window_left_then_removes() -> None:
