@@ -7,13 +7,15 @@ yields the union. DESIGN section 4, seed 1.1 and 7.3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .candidates import CandidateLists, distinct, lists_of, rows_of
+from .forward import Inputs
+from .spec import AttentionSpec
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -109,6 +111,14 @@ def merge_heads(heads: ScoredLists, num_qo_heads: int, num_kv_heads: int, rule: 
     group_size = num_qo_heads // num_kv_heads
     rows = rows_of(heads.indptr) // group_size
     return _reduced(rows, heads.indices, heads.scores, heads.num_rows // group_size, _GQA_SCORE[rule])
+
+
+def with_private_lists(spec: AttentionSpec, inputs: Inputs) -> tuple[AttentionSpec, Inputs]:
+    """The same call with one candidate row per (token, query head), for lists that PRIVATE leaves per head: every
+    query head gets a KV head of its own, with the data of its group's.
+    """
+    k, v = (cache.repeat_heads(spec.group_size) for cache in (inputs.k, inputs.v))
+    return replace(spec, num_kv_heads=spec.num_qo_heads), inputs._replace(k=k, v=v)
 
 
 def select(scored: ScoredLists, k: int) -> ScoredLists:

@@ -262,6 +262,10 @@ class PagedCache:
             raise LookupError(f"request {request}, position {t[i]}: physical page {physical[i]} holds no data")
         return self.data[np.searchsorted(self.pages, physical), offset]
 
+    def repeat_heads(self, times: int) -> PagedCache:
+        """Each head `times` times in a row: what the query heads of a group read, one head each."""
+        return PagedCache(self.pages, np.repeat(self.data, times, axis=2))
+
     def with_copy(self, source: int, destination: int) -> PagedCache:
         """The cache after a copy-on-write: `destination` holds what `source` holds. Raises LookupError as `gather`."""
         if source not in self.pages:

@@ -71,13 +71,27 @@ def from_tiers(tiers: Sequence[Tier]) -> CandidateLists:
     return lists_of(row, np.concatenate([part.indices for part in parts]), len(rows))
 
 
+def _slots(capacity: Array) -> Array:
+    return capacity
+
+
+def expected_cost(
+    lengths: ArrayLike, capacities: Sequence[int], *, penalty: float = 0.0, cost: Callable[[Array], Array] = _slots
+) -> float:
+    """E[T(C(k))] + penalty * tiers of a choice, equation (21); `cost` is T, by default the slots of a tier. Raises
+    ValueError as `smallest_tier`.
+    """
+    chosen = smallest_tier(lengths, capacities).astype(np.float64)
+    return float(np.mean(cost(chosen)) + penalty * len(capacities))
+
+
 def best_tiers(
     lengths: ArrayLike,
     menu: Sequence[int],
     max_tiers: int,
     *,
     penalty: float = 0.0,
-    cost: Callable[[Array], Array] = lambda capacity: capacity,
+    cost: Callable[[Array], Array] = _slots,
 ) -> TierChoice:
     """At most `max_tiers` capacities of `menu` with the least E[T(C(k))] + penalty * tiers, equation (21).
 

@@ -17,7 +17,12 @@ from sacts.reference.branches import (
     merge_branches,
     merge_heads,
     select,
+    with_private_lists,
 )
+from sacts.reference.candidates import validate
+from sacts.reference.forward import Inputs, forward
+from sacts.reference.paging import PagedCache, PageTable
+from sacts.reference.spec import AttentionSpec, DType
 
 Row = dict[int, float]
 
@@ -96,6 +101,28 @@ def test_heads_merge_within_their_group_only(rows: list[Row]) -> None:
     union = group_union(heads.lists(), 2)
     assert union.indices.tolist() == merge_heads(heads, 4, 2, GqaMerge.MAX).indices.tolist()
     assert union.indptr.tolist() == merge_heads(heads, 4, 2, GqaMerge.MAX).indptr.tolist()
+
+
+def test_private_lists_let_each_query_head_attend_to_its_own_keys_of_its_group() -> None:
+    random = np.random.default_rng(9)
+    spec = AttentionSpec(
+        num_qo_heads=4, num_kv_heads=2, head_dim_qk=4, head_dim_vo=3, page_size=4, seq_lens=(10,), qo_lens=(1,),
+        dtype=DType.FP32, sm_scale=0.6,
+    )  # fmt: skip
+    table = PageTable(np.array([[2, 0, 1]]), 4, 3, (frozenset(range(3)),))
+    q, k, v = (random.normal(size=shape) for shape in ((1, 4, 4), (3, 4, 2, 4), (3, 4, 2, 3)))
+    pages = np.arange(3)
+    own = [[0, 7], [9], [], [7, 3, 1]]
+    heads = merge_heads(scored([dict.fromkeys(tokens, 1.0) for tokens in own]), 4, 2, GqaMerge.PRIVATE)
+    private, inputs = with_private_lists(spec, Inputs(q, PagedCache(pages, k), PagedCache(pages, v)))
+    found = forward(private, inputs, table, validate(private, heads.lists(), table))
+    order = np.array([2, 0, 1])
+    for head, tokens in enumerate(own):
+        keys, values = (x[order].reshape(12, 2, -1)[tokens, head // 2] for x in (k, v))
+        weights = np.exp(0.6 * keys @ q[0, head])
+        expected = weights @ values / weights.sum() if tokens else np.zeros(3)
+        np.testing.assert_allclose(found.out[0, head], expected, rtol=1e-13)
+    assert found.lse[0, 2] == -np.inf
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

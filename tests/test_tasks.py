@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sacts.reference.candidates import CandidateLists
 from sacts.reference.tasks import TaskTable, from_tasks, task_indptr, to_tasks
-from sacts.reference.tiers import best_tiers, from_tiers, smallest_tier, to_tiers
+from sacts.reference.tiers import best_tiers, expected_cost, from_tiers, smallest_tier, to_tiers
 
 Rows = list[list[int]]
 fast = settings(max_examples=100, deadline=None, derandomize=True)
@@ -135,8 +135,14 @@ def test_the_choice_of_tiers_is_the_cheapest_of_all_choices(
     found = best_tiers(lengths, menu, max_tiers, penalty=penalty, cost=COSTS[name])
     assert found.cost == pytest.approx(expected, rel=1e-12)
     assert set(found.capacities) <= set(menu)
-    own = np.mean([COSTS[name](c) for c in smallest_tier(lengths, found.capacities)])
-    assert own + penalty * len(found.capacities) == pytest.approx(found.cost, rel=1e-12)
+    own = expected_cost(lengths, found.capacities, penalty=penalty, cost=COSTS[name])
+    assert own == pytest.approx(found.cost, rel=1e-12)
+
+
+def test_the_cost_of_a_choice_is_the_mean_over_the_rows_plus_the_price_of_its_tiers() -> None:
+    assert expected_cost([64, 65, 129, 1], (64, 128, 256)) == (64 + 128 + 256 + 64) / 4
+    assert expected_cost([3, 9], (4, 16), penalty=2.0, cost=lambda c: 10 * c) == (40 + 160) / 2 + 4
+    assert expected_cost([3, 9], (16,), penalty=2.0, cost=lambda c: 10 * c) == 160 + 2
 
 
 def test_a_choice_out_of_nothing_is_refused() -> None:
