@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -77,7 +78,11 @@ def test_the_rule_decides_what_is_selected_next() -> None:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(branches)
 def test_merged_branches_are_the_union_with_the_score_of_the_rule(parts: list[list[Row]]) -> None:
-    rules = {BranchMerge.KEEP: lambda x: x[0], BranchMerge.MAX_SCORE: max, BranchMerge.SUM_GATE: sum}
+    rules: dict[BranchMerge, Callable[[list[float]], float]] = {
+        BranchMerge.KEEP: lambda x: x[0],
+        BranchMerge.MAX_SCORE: max,
+        BranchMerge.SUM_GATE: sum,
+    }
     for rule, reduce in rules.items():
         found = rows_of(merge_branches([scored(rows) for rows in parts], rule))
         for row, merged in enumerate(found):
@@ -90,7 +95,8 @@ def test_merged_branches_are_the_union_with_the_score_of_the_rule(parts: list[li
 @given(st.lists(row, min_size=8, max_size=8))
 def test_heads_merge_within_their_group_only(rows: list[Row]) -> None:
     heads = scored(rows)
-    for rule, reduce in ((GqaMerge.MAX, max), (GqaMerge.SUM, sum)):
+    rules: dict[GqaMerge, Callable[[list[float]], float]] = {GqaMerge.MAX: max, GqaMerge.SUM: sum}
+    for rule, reduce in rules.items():
         found = rows_of(merge_heads(heads, 4, 2, rule))
         for group, merged in enumerate(found):
             members = rows[2 * group : 2 * group + 2]

@@ -152,11 +152,11 @@ def test_flex_block_lists_give_back_the_set_whatever_stands_behind_the_counts(
     flex = to_flex(lists(rows), WIDTH, q_block, kv_block)
     assert rows_of(from_flex(flex)) == as_sets(rows)
     behind = np.arange(flex.kv_indices.shape[1])
-    junk = {
-        "kv_indices": np.where(behind < flex.kv_num_blocks[:, None], flex.kv_indices, 999),
-        "full_kv_indices": np.where(behind < flex.full_kv_num_blocks[:, None], flex.full_kv_indices, -999),
-    }
-    assert rows_of(from_flex(flex._replace(**junk))) == as_sets(rows)
+    junk = flex._replace(
+        kv_indices=np.where(behind < flex.kv_num_blocks[:, None], flex.kv_indices, 999),
+        full_kv_indices=np.where(behind < flex.full_kv_num_blocks[:, None], flex.full_kv_indices, -999),
+    )
+    assert rows_of(from_flex(junk)) == as_sets(rows)
 
 
 @fast
@@ -227,7 +227,7 @@ def test_flex_block_lists_are_those_of_torch() -> None:
         (lambda: to_flex(lists([[], [3, 6]]), 6, 2, 4), "row 1, entry 1: 6 is no legal entry"),
         (lambda: to_deltas(lists([[9], [3, 5, 4]])), "row 1, entry 2: 4 is smaller than the entry before it"),
         (
-            lambda: to_page_lists(PageTable(np.zeros((2, 2)), 4, 9, (frozenset(),) * 2), (8, 9)),
+            lambda: to_page_lists(PageTable(np.zeros((2, 2), np.int64), 4, 9, (frozenset(),) * 2), (8, 9)),
             "request 1 has 3 pages, the table 2 columns",
         ),
         (

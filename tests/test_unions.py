@@ -172,7 +172,7 @@ def test_window_and_sinks_are_the_last_and_the_first_entries_that_a_query_may_na
 
 def test_a_query_beyond_the_committed_keys_has_a_window_of_the_last_committed_ones() -> None:
     class Ahead(AttentionSpec):
-        token_position = (9, 15, -7, -1, 0, 2)  # type: ignore[assignment]
+        token_position = (9, 15, -7, -1, 0, 2)
 
     spec = Ahead(**{field.name: getattr(SPEC, field.name) for field in fields(SPEC)})
     assert rows(local_window(spec, 2))[::2] == [[8, 9], [9, 10], [], [], [0], [1, 2]]
