@@ -201,15 +201,9 @@ def _bad_positions(spec: AttentionSpec, rows: Ints, entries: Ints, values: Ints)
 
 def _bad_pages(spec: AttentionSpec, table: PageTable, rows: Ints, entries: Ints, values: Ints) -> list[IllegalEntry]:
     """Faults of the pages that committed entries need; each (entry, page) has one name."""
-    entry_request = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
-    last_token = np.minimum((values + 1) * spec.block_size, np.asarray(spec.seq_lens, np.int64)[entry_request]) - 1
-    first_page = values * spec.block_size // table.page_size
-    span = last_token // table.page_size - first_page + 1
-    at = np.repeat(np.arange(len(values)), span)
-    request = entry_request[at]
-    page = first_page[at] + np.arange(len(at)) - (np.cumsum(span) - span)[at]
-
-    columns = table.table.shape[1]
+    requests = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
+    at, page = _pages_needed(spec, table.page_size, requests, values)
+    request, columns = requests[at], table.table.shape[1]
     listed = page < columns
     physical = np.full(len(at), -1, np.int64)
     physical[listed] = table.table[request[listed], page[listed]]
@@ -240,6 +234,15 @@ def _bad_pages(spec: AttentionSpec, table: PageTable, rows: Ints, entries: Ints,
         for severity, bad, reason in rules
         for i in np.flatnonzero(bad)
     ]
+
+
+def _pages_needed(spec: AttentionSpec, page_size: int, requests: Ints, values: Ints) -> tuple[Ints, Ints]:
+    """(index of the entry, logical page) for every page that holds a committed token of the entry."""
+    last_token = np.minimum((values + 1) * spec.block_size, np.asarray(spec.seq_lens, np.int64)[requests]) - 1
+    first_page = values * spec.block_size // page_size
+    span = last_token // page_size - first_page + 1
+    at = np.repeat(np.arange(len(values)), span)
+    return at, first_page[at] + np.arange(len(at)) - (np.cumsum(span) - span)[at]
 
 
 def expand(spec: AttentionSpec, candidates: ValidatedCandidates) -> tuple[Ints, Ints, Ints]:

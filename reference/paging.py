@@ -72,19 +72,11 @@ def cache_view(
         raise ValueError(f"the allocation has no axis {unknown[0]!r}, only {tuple(axes)}")
     sizes, strides, step = {}, {}, 1
     for name, size in reversed(list(zip(axes, shape, strict=True))):
-        index = at.get(name, slice(None))
-        if isinstance(index, slice):
-            taken = range(*index.indices(size))
-            if taken.step < 1 or name not in CACHE_AXES:
-                raise ValueError(f"axis {name!r} needs {'a positive step' if name in CACHE_AXES else 'an index'}")
-            sizes[name], strides[name], start = len(taken), step * taken.step, taken.start
-        elif 0 <= index < size:
-            start = index
-            if name in CACHE_AXES:
-                raise ValueError(f"axis {name!r} must stay an axis of the view, got the index {index}")
-        else:
-            raise ValueError(f"axis {name!r} has {size} entries, got the index {index}")
-        base, step = base + start * step, step * size
+        taken = _taken(name, size, at.get(name, slice(None)))
+        base += taken.start * step
+        if name in CACHE_AXES:
+            sizes[name], strides[name] = len(taken), step * taken.step
+        step *= size
     missing = [name for name in CACHE_AXES if name not in sizes]
     if missing:
         raise ValueError(f"the allocation needs an axis {missing[0]!r}, got {tuple(axes)}")
@@ -94,6 +86,22 @@ def cache_view(
         strides["dim"],
         base,
     )
+
+
+def _taken(name: str, size: int, index: int | slice) -> range:
+    """Which of an axis' positions a view uses; a cache axis stays an axis, any other must be fixed by an index."""
+    kept = name in CACHE_AXES
+    if isinstance(index, slice) is not kept:
+        problem = f"must stay an axis of the view, got the index {index}" if kept else "needs an index"
+        raise ValueError(f"axis {name!r} {problem}")
+    if isinstance(index, slice):
+        taken = range(*index.indices(size))
+        if taken.step < 1:
+            raise ValueError(f"axis {name!r} needs a positive step, got {taken.step}")
+        return taken
+    if not 0 <= index < size:
+        raise ValueError(f"axis {name!r} has {size} entries, got the index {index}")
+    return range(index, index + 1)
 
 
 @dataclass(frozen=True)
