@@ -1,13 +1,13 @@
 """Candidate lists: what a selector may say, what each illegal entry means, and the normalisation N(D, W, A, T).
 
 A list is CSR: `indptr` [rows + 1], `indices` [nnz]; entries are token ids, or block ids where spec.block_size > 1.
-`validate` decides about every entry before anything is launched (DESIGN section 4); membership is by logical position
-alone.
+`unite` adds W and A to D, `validate` decides about every entry before anything is launched (DESIGN section 4);
+membership is by logical position alone. `distinct` is the one place where repeats are found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -27,6 +27,51 @@ class CandidateLists:
 
     indptr: Ints
     indices: Ints
+
+
+def rows_of(indptr: Ints) -> Ints:
+    """The row of each entry of a CSR: [nnz]."""
+    return np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+
+
+def lists_of(rows: Ints, values: Ints, num_rows: int) -> CandidateLists:
+    """Lists with `values[i]` in row `rows[i]`, in the order given within each row."""
+    order = np.argsort(rows, kind="stable")
+    indptr = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=num_rows))))
+    return CandidateLists(indptr, values[order])
+
+
+class Distinct(NamedTuple):
+    """Distinct (row, value) pairs, sorted by row, then value: pair u stands at order[starts[u] : starts[u + 1]] of
+    the entries, its first occurrence first.
+    """
+
+    order: Ints
+    starts: Ints
+
+    @property
+    def first(self) -> Ints:
+        """The first occurrence of each pair: [pairs]."""
+        return self.order[self.starts]
+
+    @property
+    def counts(self) -> Ints:
+        """How often each pair occurs: [pairs]."""
+        return np.diff(np.append(self.starts, len(self.order)))
+
+    @property
+    def inverse(self) -> Ints:
+        """The pair of each entry: [entries]."""
+        pair = np.empty(len(self.order), np.int64)
+        pair[self.order] = np.repeat(np.arange(len(self.starts)), self.counts)
+        return pair
+
+
+def distinct(rows: Ints, values: Ints) -> Distinct:
+    """Find repeats within rows by one sort: O(n log n), whatever the length of the context."""
+    order = np.lexsort((values, rows))
+    new = (np.diff(rows[order]) != 0) | (np.diff(values[order]) != 0)
+    return Distinct(order, np.flatnonzero(np.concatenate(([len(order) > 0], new))))
 
 
 @dataclass(frozen=True)
@@ -85,19 +130,19 @@ def validate(
     """Check every entry of `raw` and return the lists that attention is defined on.
 
     `sentinels` are the padding values that the layout declares; nothing else is padding. Raises CandidateError for
-    negative, acausal (token lists: each serves one row), uncommitted (>= T), out-of-range and foreign entries, and for
-    duplicates in a sequence; ValueError for a CSR that is not one.
+    negative, acausal (token lists: each serves one row), uncommitted (>= T), out-of-range and foreign entries, for
+    pages of a stale generation, and for duplicates in a sequence; ValueError for a CSR that is not one.
     """
     _check_csr(spec, raw)
-    rows = np.repeat(np.arange(spec.num_rows), np.diff(raw.indptr))
+    rows = rows_of(raw.indptr)
     entries = np.arange(len(raw.indices)) - raw.indptr[rows]
     real = ~np.isin(raw.indices, list(sentinels))
     rows, entries, values = rows[real], entries[real], raw.indices[real]
     illegal = [*_bad_positions(spec, rows, entries, values)]
     if not illegal:
         illegal = [*_bad_pages(spec, table, rows, entries, values)]
-    order = np.lexsort((values, rows)) if spec.candidate_kind is not CandidateKind.SEQUENCE else np.arange(len(rows))
-    first, counts = _first_of_each(rows, values)
+    pairs = distinct(rows, values)
+    first = pairs.first
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         named = {(bad.row, bad.entry) for bad in illegal}
         repeated = (
@@ -109,30 +154,24 @@ def validate(
         illegal += [bad for bad in repeated if (bad.row, bad.entry) not in named]
     if illegal:
         raise CandidateError(illegal)
-    count_of = np.zeros(len(rows), np.int64)
-    count_of[first] = counts if spec.candidate_kind is CandidateKind.MULTISET else 1
-    keep = order[count_of[order] > 0]
-    indptr = np.concatenate(([0], np.cumsum(np.bincount(rows[keep], minlength=spec.num_rows))))
-    return ValidatedCandidates(indptr, values[keep], count_of[keep], len(rows) - len(first))
+    if spec.candidate_kind is CandidateKind.SEQUENCE:
+        first = np.sort(first)
+    lists = lists_of(rows[first], values[first], spec.num_rows)
+    counts = pairs.counts if spec.candidate_kind is CandidateKind.MULTISET else np.ones(len(first), np.int64)
+    return ValidatedCandidates(lists.indptr, lists.indices, counts, len(rows) - len(first))
 
 
-def _check_csr(spec: AttentionSpec, raw: CandidateLists) -> None:
+def _check_csr(spec: AttentionSpec, raw: CandidateLists, name: str = "candidates") -> None:
     if raw.indptr.shape != (spec.num_rows + 1,):
-        raise ValueError(f"indptr must have {spec.num_rows + 1} entries (rows + 1), got shape {raw.indptr.shape}")
+        raise ValueError(
+            f"{name}: indptr must have {spec.num_rows + 1} entries (rows + 1), got shape {raw.indptr.shape}"
+        )
     steps = np.diff(raw.indptr)
     if raw.indptr[0] != 0 or raw.indptr[-1] != len(raw.indices) or (steps < 0).any():
         at = int(np.argmax(steps < 0)) if (steps < 0).any() else "the ends"
-        raise ValueError(f"indptr must rise from 0 to {len(raw.indices)} (the number of indices); it does not at {at}")
-
-
-def _first_of_each(rows: Ints, values: Ints) -> tuple[Ints, Ints]:
-    """Index of the first occurrence of each (row, value), and how often it occurs; one sort."""
-    if not len(rows):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    order = np.lexsort((values, rows))
-    new = np.r_[True, (np.diff(rows[order]) != 0) | (np.diff(values[order]) != 0)]
-    starts = np.flatnonzero(new)
-    return order[starts], np.diff(np.r_[starts, len(order)])
+        raise ValueError(
+            f"{name}: indptr must rise from 0 to {len(raw.indices)} (the number of indices); it does not at {at}"
+        )
 
 
 def _bad_positions(spec: AttentionSpec, rows: Ints, entries: Ints, values: Ints) -> list[IllegalEntry]:
@@ -161,40 +200,54 @@ def _bad_positions(spec: AttentionSpec, rows: Ints, entries: Ints, values: Ints)
 
 
 def _bad_pages(spec: AttentionSpec, table: PageTable, rows: Ints, entries: Ints, values: Ints) -> list[IllegalEntry]:
-    illegal = []
-    request_of_row = np.repeat(np.asarray(spec.token_request, np.int64), spec.num_kv_heads)
-    for request, seq_len in enumerate(spec.seq_lens):
-        mine = np.flatnonzero(request_of_row[rows] == request)
-        if not len(mine):
-            continue
-        last = (seq_len - 1) // table.page_size
-        faults = {page: fault for page in range(last + 1) if (fault := _page_fault(table, request, page))}
-        first_page = values[mine] * spec.block_size // table.page_size
-        last_page = np.minimum(((values[mine] + 1) * spec.block_size - 1) // table.page_size, last)
-        for page, (severity, reason) in faults.items():
-            illegal += [
-                IllegalEntry(severity, spec.row(int(rows[i])), int(entries[i]), int(values[i]), reason)
-                for i in mine[(first_page <= page) & (page <= last_page)]
-            ]
-    return illegal
+    """Faults of the pages that committed entries need; each (entry, page) has one name."""
+    requests = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
+    at, page = _pages_needed(spec, table.page_size, requests, values)
+    request, columns = requests[at], table.table.shape[1]
+    listed = page < columns
+    physical = np.full(len(at), -1, np.int64)
+    physical[listed] = table.table[request[listed], page[listed]]
+    inside = listed & (physical >= 0) & (physical < table.num_pages)
+    stale, foreign = np.zeros(len(at), bool), np.zeros(len(at), bool)
+    stale[inside] = table.is_stale(request[inside], page[inside])
+    foreign[inside] = ~table.owns(request[inside], physical[inside])
+
+    def where(i: int) -> str:
+        return f"needs logical page {page[i]}, which maps to physical page {physical[i]}"
+
+    rules: tuple[tuple[Severity, NDArray[np.bool_], Callable[[int], str]], ...] = (
+        (
+            Severity.OUT_OF_RANGE,
+            ~listed,
+            lambda i: f"needs logical page {page[i]}, but the page table has {columns} columns",
+        ),
+        (
+            Severity.OUT_OF_RANGE,
+            listed & ~inside,
+            lambda i: f"{where(i)}, outside the pool of {table.num_pages} pages",
+        ),
+        (Severity.STALE_GENERATION, stale, lambda i: f"{where(i)}, which was given to others since the table was read"),
+        (Severity.FOREIGN, foreign & ~stale, lambda i: f"{where(i)}, which the request does not own"),
+    )
+    return [
+        IllegalEntry(severity, spec.row(int(rows[at[i]])), int(entries[at[i]]), int(values[at[i]]), reason(int(i)))
+        for severity, bad, reason in rules
+        for i in np.flatnonzero(bad)
+    ]
 
 
-def _page_fault(table: PageTable, request: int, page: int) -> tuple[Severity, str] | None:
-    if page >= table.table.shape[1]:
-        columns = table.table.shape[1]
-        return Severity.OUT_OF_RANGE, f"needs logical page {page}, but the page table has {columns} columns"
-    physical = int(table.table[request, page])
-    where = f"needs logical page {page}, which maps to physical page {physical}"
-    if not 0 <= physical < table.num_pages:
-        return Severity.OUT_OF_RANGE, f"{where}, outside the pool of {table.num_pages} pages"
-    if physical not in table.owned[request]:
-        return Severity.FOREIGN, f"{where}, which the request does not own"
-    return None
+def _pages_needed(spec: AttentionSpec, page_size: int, requests: Ints, values: Ints) -> tuple[Ints, Ints]:
+    """(index of the entry, logical page) for every page that holds a committed token of the entry."""
+    last_token = np.minimum((values + 1) * spec.block_size, np.asarray(spec.seq_lens, np.int64)[requests]) - 1
+    first_page = values * spec.block_size // page_size
+    span = last_token // page_size - first_page + 1
+    at = np.repeat(np.arange(len(values)), span)
+    return at, first_page[at] + np.arange(len(at)) - (np.cumsum(span) - span)[at]
 
 
 def expand(spec: AttentionSpec, candidates: ValidatedCandidates) -> tuple[Ints, Ints, Ints]:
     """All edges before masks: (row, t, count) arrays; a block names its committed tokens only (t < T)."""
-    rows = np.repeat(np.arange(spec.num_rows), np.diff(candidates.indptr))
+    rows = rows_of(candidates.indptr)
     t = candidates.indices[:, None] * spec.block_size + np.arange(spec.block_size)
     seq_len = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]]
     committed = t < seq_len[:, None]
@@ -218,8 +271,8 @@ def normalize(
     dynamic: ArrayLike, window: ArrayLike, sinks: ArrayLike, seq_len: int, table: PageTable, request: int
 ) -> list[Triple]:
     """N(D, W, A, T) = {(t, l(t), p(t)) : t in D u W u A, 0 <= t < T}, equation (16), in the order of t."""
-    union = np.unique(np.concatenate([np.asarray(x, np.int64).ravel() for x in (dynamic, window, sinks)]))
-    union = union[(union >= 0) & (union < seq_len)]
+    union = np.concatenate([np.asarray(x, np.int64).ravel() for x in (dynamic, window, sinks)])
+    union = _set_of(union[(union >= 0) & (union < seq_len)])
     page, offset, physical = table.locate(request, union)
     return [
         Triple(t, (p, o), (f, o))
@@ -229,8 +282,109 @@ def normalize(
 
 def blocks_of(tokens: ArrayLike, block_size: int) -> tuple[Ints, NDArray[np.bool_]]:
     """Tokens as blocks and masks, equation (2): block ids [u], and which of their slots are attended [u, B]."""
-    block, offset = np.divmod(np.unique(np.asarray(tokens, np.int64)), block_size)
-    blocks, inverse = np.unique(block, return_inverse=True)
-    mask = np.zeros((len(blocks), block_size), bool)
-    mask[inverse, offset] = True
-    return blocks, mask
+    block, offset = np.divmod(np.asarray(tokens, np.int64), block_size)
+    pairs = distinct(np.zeros_like(block), block)
+    mask = np.zeros((len(pairs.starts), block_size), bool)
+    mask[pairs.inverse, offset] = True
+    return block[pairs.first], mask
+
+
+def _set_of(values: Ints) -> Ints:
+    return values[distinct(np.zeros_like(values), values).first]
+
+
+def unite(
+    spec: AttentionSpec, dynamic: CandidateLists, window: CandidateLists, sinks: CandidateLists
+) -> CandidateLists:
+    """D, W and A of every row as one raw list, equation (1): D's entries first, then W's, then A's.
+
+    Nothing is removed: `validate` counts repeats over the three together, or drops them, as the candidate kind says.
+    Raises ValueError for a row of a sequence with a window or sinks: where they stand in the order means nothing.
+    """
+    branches = {"dynamic": dynamic, "window": window, "sinks": sinks}
+    for name, lists in branches.items():
+        _check_csr(spec, lists, name)
+    if spec.candidate_kind is CandidateKind.SEQUENCE:
+        for name in ("window", "sinks"):
+            filled = np.flatnonzero(np.diff(branches[name].indptr))
+            if len(filled):
+                row = spec.row(int(filled[0]))
+                raise ValueError(f"{row}: a sequence cannot be united with {name}, got {name} entries in this row")
+    return concatenate(tuple(branches.values()))
+
+
+def concatenate(branches: Sequence[CandidateLists]) -> CandidateLists:
+    """The lists of each row one after the other; all branches have the same rows."""
+    rows = np.concatenate([rows_of(lists.indptr) for lists in branches])
+    values = np.concatenate([lists.indices for lists in branches])
+    return lists_of(rows, values, len(branches[0].indptr) - 1)
+
+
+def local_window(spec: AttentionSpec, size: int) -> CandidateLists:
+    """W of every row: the last `size` entries up to the one that holds the query's position, committed ones only.
+
+    Entries are tokens, or blocks of spec.block_size. It adds candidates; spec.window_left, which removes keys, is
+    another field and is not looked at. Raises ValueError for a negative size.
+    """
+    end = _own_entry(spec) + 1
+    return _ranges(spec, "local window", size, np.maximum(end - size, 0), end)
+
+
+def fixed_sinks(spec: AttentionSpec, count: int) -> CandidateLists:
+    """A of every row: the first `count` entries, of them the committed ones that begin at or before a causal query.
+
+    Entries are tokens, or blocks of spec.block_size. Raises ValueError for a negative count.
+    """
+    end = _committed_entries(spec) if spec.causal is CausalRule.NONE else _own_entry(spec) + 1
+    return _ranges(spec, "sink count", count, np.zeros_like(end), np.minimum(end, count))
+
+
+def _committed_entries(spec: AttentionSpec) -> Ints:
+    seq_lens = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)]
+    return -(-seq_lens // spec.block_size)
+
+
+def _own_entry(spec: AttentionSpec) -> Ints:
+    """The entry that holds each query token's position, or the last committed one; -1 before the first key."""
+    own = np.asarray(spec.token_position, np.int64) // spec.block_size
+    return np.clip(own, -1, _committed_entries(spec) - 1)
+
+
+def _ranges(spec: AttentionSpec, name: str, size: int, start: Ints, end: Ints) -> CandidateLists:
+    """Consecutive entries start .. end - 1 of each query token, the same for all its KV heads."""
+    if size < 0:
+        raise ValueError(f"{name} must not be negative, got {size}")
+    lengths = np.repeat(np.maximum(end - start, 0), spec.num_kv_heads)
+    indptr = np.concatenate(([0], np.cumsum(lengths)))
+    first = np.repeat(start, spec.num_kv_heads)
+    return CandidateLists(indptr, np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], lengths))
+
+
+def serve_rows(spec: AttentionSpec, shared: CandidateLists, query_block: int) -> CandidateLists:
+    """Raw lists per row from lists that each serve `query_block` consecutive queries of a request.
+
+    `shared` has one list per (request, block of queries, KV head), in this order; the last block of a request may be
+    smaller. In a token list under a causal rule, committed entries beyond a row's query are masked, not errors: the
+    list serves later queries too. Raises ValueError for a wrong number of lists.
+    """
+    blocks = [-(-length // query_block) for length in spec.qo_lens]
+    first_block = np.concatenate(([0], np.cumsum(blocks)))[:-1]
+    if len(shared.indptr) - 1 != sum(blocks) * spec.num_kv_heads:
+        raise ValueError(
+            f"{sum(blocks)} blocks of {query_block} queries x {spec.num_kv_heads} KV heads need as many lists, "
+            f"got {len(shared.indptr) - 1}"
+        )
+    request = np.asarray(spec.token_request, np.int64)
+    query = np.arange(spec.num_tokens) - np.asarray(spec.qo_indptr, np.int64)[request]
+    block = first_block[request] + query // query_block
+    source = (block[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)).ravel()
+    lengths = np.diff(shared.indptr)[source]
+    indptr = np.concatenate(([0], np.cumsum(lengths)))
+    values = shared.indices[np.arange(indptr[-1]) + np.repeat(shared.indptr[source] - indptr[:-1], lengths)]
+    rows = rows_of(indptr)
+    if spec.block_size > 1 or spec.causal is CausalRule.NONE:
+        return CandidateLists(indptr, values)
+    token = rows // spec.num_kv_heads
+    masked = values > np.asarray(spec.token_position, np.int64)[token]
+    masked &= (values >= 0) & (values < np.asarray(spec.seq_lens, np.int64)[request[token]])
+    return lists_of(rows[~masked], values[~masked], spec.num_rows)
