@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sacts.conformance.adapter import Capabilities, Case, Outputs, Support, fallback
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec, CausalRule, DType
 
 _HALF = (DType.FP16, DType.BF16)
+# On CUDA the masked kernel that PyTorch prefers (memory-efficient) returns zeros for logits near -1e5: see
+# docs/measurements.md.
+_BACKENDS = {"cuda": [SDPBackend.MATH], "cpu": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
 
 
 class Adapter:
@@ -80,6 +84,9 @@ def _dense(case: Case, request: int, tokens: slice, mask: torch.Tensor) -> tuple
     if not seq_len:
         return torch.zeros_like(case.out[tokens]), torch.full_like(case.lse[tokens], float("-inf"))
     # A row without a key would be 0/0: let it see everything, and zero it afterwards.
-    out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask[None] | ~some[None], scale=spec.sm_scale)[0]
+    with sdpa_kernel(_BACKENDS.get(q.device.type, [SDPBackend.MATH])):
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask[None] | ~some[None], scale=spec.sm_scale)[
+            0
+        ]
     logits = (q.float() @ k.float().transpose(-1, -2) * spec.sm_scale).masked_fill(~mask, float("-inf"))
     return torch.where(some, out, 0).transpose(0, 1), torch.logsumexp(logits, -1).transpose(0, 1)
