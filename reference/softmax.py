@@ -6,14 +6,17 @@ no mass; a state without mass has l = 0 and whatever m: it never reaches the max
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+
+FLOOR = -700.0  # exponents below it count as it: results stay normal numbers, where exp is fast
 
 
 class State(NamedTuple):
@@ -24,12 +27,24 @@ class State(NamedTuple):
     o: Array
 
 
-def tile_state(logits: Array, v: Array) -> State:
-    """The state of one tile: logits [..., n] (masked: -inf), v [n, d_v]. V where no row attends is junk."""
+def tile_state(logits: Array, v: Array, kept: Array | None = None) -> State:
+    """The state of one tile: logits [..., n] (masked: -inf) and v [n, d_v]; or b of them with values of their own,
+    logits [b, ..., n] and v [b, n, d_v]. V where no row attends is junk.
+
+    `kept` (shape of the logits): a_j / (1 - p) of dropout, a factor of the numerator; the denominator keeps every edge.
+    """
+    edge = logits > -np.inf
     m = logits.max(axis=-1, initial=-np.inf)
-    p = np.exp(logits - np.where(np.isfinite(m), m, 0.0)[..., None])
-    attended = np.isfinite(logits).any(axis=tuple(range(logits.ndim - 1)))
-    return State(m, p.sum(axis=-1), p[..., attended] @ v[attended])
+    p = logits - np.where(np.isfinite(m), m, 0.0)[..., None]
+    np.exp(np.maximum(p, FLOOR, out=p), out=p)
+    p *= edge
+    used = np.asarray(edge.any(axis=tuple(range(v.ndim - 2, edge.ndim - 1))))
+    if not used.all():
+        v = np.where(used[..., None], v, 0.0)
+    weights = p if kept is None else p * kept
+    rows = math.prod(m.shape[v.ndim - 2 :])
+    o = weights.reshape(*v.shape[:-2], rows, p.shape[-1]) @ v
+    return State(m, p.sum(axis=-1), o.reshape(*m.shape, v.shape[-1]))
 
 
 def merge(a: State, b: State) -> State:
@@ -45,10 +60,16 @@ def _scaled(scale: Array, state: State) -> Array:
     return np.where((state.l > 0)[..., None], scale[..., None] * state.o, 0.0)
 
 
+def with_sink(state: State, sink: ArrayLike) -> State:
+    """A learned sink logit (broadcast to m) joins once, after all merges: m = max(m, s), l gains e^(s-m), o nothing."""
+    m = np.broadcast_to(np.asarray(sink, np.float64), state.m.shape)
+    return merge(state, State(m, np.ones_like(m), np.zeros_like(state.o)))
+
+
 def trace(logits: Array, v: Array, kv_tile: int) -> tuple[list[State], list[State]]:
     """Per-tile states of a row, local and running: tiles of `kv_tile` slots in the order of the slots."""
     starts = range(0, logits.shape[-1], kv_tile)
-    local = [tile_state(logits[..., i : i + kv_tile], v[i : i + kv_tile]) for i in starts]
+    local = [tile_state(logits[..., i : i + kv_tile], v[..., i : i + kv_tile, :]) for i in starts]
     running: list[State] = []
     for state in local:
         running.append(merge(running[-1], state) if running else state)
