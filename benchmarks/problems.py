@@ -46,7 +46,7 @@ def problem_of(
 
 
 def dense_tensors(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [batch, heads, queries, d], K and V [batch, kv heads, T, d] and the mask [batch, heads, queries, T] in torch."""
+    """q [batch, heads, queries, d], K and V [batch, kv heads, T, d] and the mask [batch, heads, queries, T]."""
     spec, inputs, table, candidates = problem
     q = torch.from_numpy(inputs.q).reshape(spec.num_requests, -1, spec.num_qo_heads, spec.head_dim_qk).transpose(1, 2)
     k, v = (

@@ -28,6 +28,12 @@ class Edges(NamedTuple):
     query_position: Ints
     named: Ints
 
+    def part(self, start: int, stop: int) -> Edges:
+        """The edges from `start` to `stop`."""
+        some = slice(start, stop)
+        row, t, multiplicity, key_position = (x[some] for x in self[:4])
+        return Edges(row, t, multiplicity, key_position, self.query_position, self.named)
+
 
 class EmptyRowError(ValueError):
     """Rows without an edge that the empty-row rule does not allow; `.rows` holds them, the message names the first."""
@@ -60,14 +66,19 @@ def attended(spec: AttentionSpec, candidates: ValidatedCandidates) -> Edges:
     return _forced(spec, edges, empty) if len(empty) and spec.empty_row is not EmptyRowRule.ZERO else edges
 
 
+def row_heads(spec: AttentionSpec) -> int:
+    """Candidate rows of one token."""
+    return spec.num_rows // max(spec.num_tokens, 1)
+
+
 def row_positions(spec: AttentionSpec) -> Ints:
     """Logical position of the query of each candidate row: [num_rows]."""
-    return np.repeat(np.asarray(spec.token_position, np.int64), spec.num_rows // max(spec.num_tokens, 1))
+    return np.repeat(np.asarray(spec.token_position, np.int64), row_heads(spec))
 
 
 def row_requests(spec: AttentionSpec) -> Ints:
     """Request of each candidate row: [num_rows]."""
-    return np.repeat(np.asarray(spec.token_request, np.int64), spec.num_rows // max(spec.num_tokens, 1))
+    return np.repeat(np.asarray(spec.token_request, np.int64), row_heads(spec))
 
 
 def _forced(spec: AttentionSpec, edges: Edges, empty: Ints) -> Edges:

@@ -21,7 +21,6 @@ Array = NDArray[np.float64]
 U = 2.0**-53
 LIBM = 8  # exp, log, tanh, sin, cos, pow: error in u; 4 ulp, the limit of NumPy's vector loops
 TINY = 2.0**-1074  # the least subnormal: what an underflow may lose
-CLIPPED = 1e-304  # e^`softmax.FLOOR`: what a clipped exponent may add
 SLACK = 1.01  # for terms of second order and the rounding of the estimate itself
 MAX_LOGIT = 1e7
 MAX_RELATIVE = 2.0**-20  # of a weight; beyond it the bound is no longer small
@@ -50,11 +49,11 @@ def estimate(spec: AttentionSpec, group: Group, out: Array, lse: Array) -> Estim
         weight = np.expm1(logit + exponent) + (keys + 4) * U
         relative = SLACK * weight / np.maximum(1 - weight, 0.0)
         in_range = (size <= MAX_LOGIT) & (relative <= MAX_RELATIVE)
-        largest = np.maximum(group.v.max(axis=1), -group.v.min(axis=1))[:, None, None]
+        largest = group.largest_v[:, None, None]
         if spec.dropout:
             largest = largest * ((1 + 4 * U) / (1 - spec.dropout.p))
-        clipped = keys * (CLIPPED * largest + TINY) + TINY
-        out_error = (2 * relative[..., None] + 4 * U) * largest + 2 * clipped
+        lost = keys * (TINY * largest + TINY) + TINY
+        out_error = (2 * relative[..., None] + 4 * U) * largest + 2 * lost
         lse_error = relative + 4 * U * np.abs(lse) + 2 * LIBM * U * (np.log(keys + 1.0) + size)
     some = lse > -np.inf
     return Estimate(
@@ -67,10 +66,8 @@ def estimate(spec: AttentionSpec, group: Group, out: Array, lse: Array) -> Estim
 def _logit_error(spec: AttentionSpec, group: Group) -> tuple[Array, Array]:
     """Absolute error of any attended logit, and a bound of |logit|: [b, r, g] each."""
     d = group.q.shape[-1]
-    edge = group.counts > 0
-    norm_k = np.where(edge, _norm(group.k)[:, None], 0.0).max(axis=-1, initial=0.0)[..., None]
-    products = abs(spec.sm_scale) * _norm(group.q) * norm_k
-    error = (d + 8) * U * products + TINY * d * (1 + norm_k)
+    products = group.product_bound
+    error = (d + 8) * U * products + TINY * d
     size = products
     if spec.rope:
         turn = (np.log(spec.rope.base) + LIBM + 2) * U
@@ -94,10 +91,3 @@ def _added(spec: AttentionSpec, group: Group) -> Array:
     if spec.buckets:
         added = added + np.abs(np.asarray(spec.buckets.bias)).max(axis=-1)[group.qo_heads][:, None]
     return added
-
-
-def _norm(x: Array) -> Array:
-    """Euclidean norm over the last axis, never too small: squares below the least normal number are made up for."""
-    with np.errstate(over="ignore"):
-        norm: Array = np.sqrt(np.einsum("...d,...d->...", x, x) * SLACK + x.shape[-1] * 1e-300)
-    return norm

@@ -16,8 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
-FLOOR = -700.0  # exponents below it count as it: results stay normal numbers, where exp is fast
-
 
 class State(NamedTuple):
     """An un-normalised partial result: running maximum, sum of exponentials, weighted values."""
@@ -33,11 +31,9 @@ def tile_state(logits: Array, v: Array, kept: Array | None = None) -> State:
 
     `kept` (shape of the logits): a_j / (1 - p) of dropout, a factor of the numerator; the denominator keeps every edge.
     """
-    edge = logits > -np.inf
+    edge = np.asarray(logits > -np.inf)
     m = logits.max(axis=-1, initial=-np.inf)
-    p = logits - np.where(np.isfinite(m), m, 0.0)[..., None]
-    np.exp(np.maximum(p, FLOOR, out=p), out=p)
-    p *= edge
+    p = np.exp(logits - m[..., None]) if edge.all() else _exp_of_edges(logits, edge, m)
     used = np.asarray(edge.any(axis=tuple(range(v.ndim - 2, edge.ndim - 1))))
     if not used.all():
         v = np.where(used[..., None], v, 0.0)
@@ -45,6 +41,14 @@ def tile_state(logits: Array, v: Array, kept: Array | None = None) -> State:
     rows = math.prod(m.shape[v.ndim - 2 :])
     o = weights.reshape(*v.shape[:-2], rows, p.shape[-1]) @ v
     return State(m, p.sum(axis=-1), o.reshape(*m.shape, v.shape[-1]))
+
+
+def _exp_of_edges(logits: Array, edge: NDArray[np.bool_], m: Array) -> Array:
+    """e^(z - m), 0 where there is no edge: exp costs most there, so only the edges are touched."""
+    at = np.flatnonzero(edge)
+    p = np.zeros(logits.shape)
+    p.reshape(-1)[at] = np.exp(logits.reshape(-1).take(at) - np.repeat(m, np.count_nonzero(edge, axis=-1).reshape(-1)))
+    return p
 
 
 def merge(a: State, b: State) -> State:
