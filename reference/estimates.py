@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .groups import Group
-from .spec import AttentionSpec
+from .spec import AttentionSpec, RoPE
 
 Array = NDArray[np.float64]
 
@@ -70,9 +70,9 @@ def _logit_error(spec: AttentionSpec, group: Group) -> tuple[Array, Array]:
     error = (d + 8) * U * products + TINY * d
     size = products
     if spec.rope:
-        turn = (np.log(spec.rope.base) + LIBM + 2) * U
+        turn = _angle_error(spec.rope)
         farthest = np.abs(group.key_position).max(axis=-1, initial=0)[:, None] + np.abs(group.query_position)
-        error = error + products * (2 * turn * farthest + 4 * (LIBM + 4) * U)[..., None]
+        error = error + products * (turn * farthest + 4 * (LIBM + 4) * U)[..., None]
     if spec.logits_soft_cap:
         error = error + (LIBM + 4) * U * products
         size = np.minimum(size, spec.logits_soft_cap)
@@ -80,6 +80,13 @@ def _logit_error(spec: AttentionSpec, group: Group) -> tuple[Array, Array]:
     size = size + added
     error = SLACK * (error + 6 * U * size + LIBM * U * added)
     return error, size
+
+
+def _angle_error(rope: RoPE) -> float:
+    """Error of the worst angle per unit of position; pair 0 turns by the position itself, without error."""
+    exponent = 2 * np.arange(rope.rotary_dim // 2) / rope.rotary_dim
+    relative = np.where(exponent > 0, exponent * np.log(rope.base) + LIBM + 2, 0.0) * U
+    return float((rope.base**-exponent * relative).max())
 
 
 def _added(spec: AttentionSpec, group: Group) -> Array:
