@@ -55,7 +55,7 @@ def estimate(spec: AttentionSpec, group: Group, out: Array, lse: Array) -> Estim
         lost = keys * (TINY * largest + TINY) + TINY
         out_error = (2 * relative[..., None] + 4 * U) * largest + 2 * lost
         lse_error = relative + 4 * U * np.abs(lse) + 2 * LIBM * U * (np.log(keys + 1.0) + size)
-    some = lse > -np.inf
+    some = np.broadcast_to(group.counts.max(axis=-1, initial=0)[..., None] > 0, lse.shape)
     return Estimate(
         np.where(some[..., None], np.where(in_range[..., None], out_error, np.inf), 0.0),
         np.where(some, np.where(in_range, lse_error, np.inf), 0.0),

@@ -265,10 +265,8 @@ def share_of_the_estimate(problem: Problem, found: Forward, request: int, head: 
     """The largest true error of one row over what the estimate admits."""
     with mpmath.workdps(DIGITS):
         out, lse = exact(problem, request, head)
-        pairs = [(found.lse, found.lse_error, (request, head), lse)]
-        pairs += [(found.out, found.out_error, (request, head, i), value) for i, value in enumerate(out)]
-        shares = [0.0]
-        for values, errors, at, value in pairs:
-            error = abs(mpf(float(values[at])) - value)
-            shares.append(0.0 if error == 0 else float(error / mpf(float(errors[at]))) if errors[at] else np.inf)
-        return max(shares)
+        values = [*found.out[request, head].tolist(), float(found.lse[request, head])]
+        admitted = [*found.out_error[request, head].tolist(), float(found.lse_error[request, head])]
+        errors = [abs(mpf(value) - right) for value, right in zip(values, [*out, lse], strict=True)]
+        assert all(bound > 0 or error == 0 for error, bound in zip(errors, admitted, strict=True))
+        return max(float(error / bound) if bound else 0.0 for error, bound in zip(errors, admitted, strict=True))

@@ -96,7 +96,7 @@ class Edge(NamedTuple):
     """One key of a row: position t, multiplicity, and where position-dependent terms see key and query."""
 
     t: int
-    count: int
+    copies: int
     key: int
     query: int
 
@@ -141,7 +141,7 @@ def row_of(problem: Problem, token: int, kv_head: int) -> list[Edge]:
 
 def edges_of(problem: Problem, token: int, kv_head: int) -> dict[int, int]:
     """t -> multiplicity of one row."""
-    return {edge.t: edge.count for edge in row_of(problem, token, kv_head)}
+    return {edge.t: edge.copies for edge in row_of(problem, token, kv_head)}
 
 
 def turned(x: torch.Tensor, position: int, rope: RoPE) -> torch.Tensor:
@@ -210,7 +210,7 @@ def naive(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
                 )
                 z = spec.sm_scale * (a @ b)
                 z = spec.logits_soft_cap * torch.tanh(z / spec.logits_soft_cap) if spec.logits_soft_cap else z
-                logits[edge.t] = z + bias_of(spec, head, edge) + math.log(edge.count)
+                logits[edge.t] = z + bias_of(spec, head, edge) + math.log(edge.copies)
                 keep[edge.t] = kept(spec, token, head, edge)
             logits = torch.cat((logits, torch.tensor(sink, dtype=torch.float64)))
             out[token, head] = (torch.softmax(logits, 0)[: len(slots)] * keep) @ v
