@@ -21,6 +21,7 @@ Array = NDArray[np.float64]
 U = 2.0**-53
 LIBM = 8  # exp, log, tanh, sin, cos, pow: error in u; 4 ulp, the limit of NumPy's vector loops
 TINY = 2.0**-1074  # the least subnormal: what an underflow may lose
+LOST = 2.0**-1018  # times u: more than underflow may take from one term of out
 SLACK = 1.01  # for terms of second order and the rounding of the estimate itself
 MAX_LOGIT = 1e7
 MAX_RELATIVE = 2.0**-20  # of a weight; beyond it the bound is no longer small
@@ -45,22 +46,18 @@ def estimate(spec: AttentionSpec, group: Group, out: Array, lse: Array) -> Estim
         sink = np.abs(np.asarray(spec.sink_logits)[group.qo_heads])[:, None]
         size = np.maximum(size, sink)
         exponent = exponent + 2 * (2 * size * U + LIBM * U)
+    some = np.broadcast_to(group.counts.max(axis=-1, initial=0)[..., None] > 0, lse.shape)
     with np.errstate(over="ignore", invalid="ignore"):
         weight = np.expm1(logit + exponent) + (keys + 4) * U
         relative = SLACK * weight / np.maximum(1 - weight, 0.0)
-        in_range = (size <= MAX_LOGIT) & (relative <= MAX_RELATIVE)
+        in_range = ~some | ((size <= MAX_LOGIT) & (relative <= MAX_RELATIVE))
+        lse_error = relative + 4 * U * np.abs(lse) + 2 * LIBM * U * (np.log(keys + 1.0) + size)
+        factor = np.where(some, np.where(in_range, 2 * relative + 4 * U, np.inf), 0.0)
         largest = group.largest_v[:, None, None]
         if spec.dropout:
             largest = largest * ((1 + 4 * U) / (1 - spec.dropout.p))
-        lost = keys * (TINY * largest + TINY) + TINY
-        out_error = (2 * relative[..., None] + 4 * U) * largest + 2 * lost
-        lse_error = relative + 4 * U * np.abs(lse) + 2 * LIBM * U * (np.log(keys + 1.0) + size)
-    some = np.broadcast_to(group.counts.max(axis=-1, initial=0)[..., None] > 0, lse.shape)
-    return Estimate(
-        np.where(some[..., None], np.where(in_range[..., None], out_error, np.inf), 0.0),
-        np.where(some, np.where(in_range, lse_error, np.inf), 0.0),
-        in_range | ~some,
-    )
+        out_error = factor[..., None] * (largest + keys * LOST)
+    return Estimate(out_error, np.where(some, np.where(in_range, lse_error, np.inf), 0.0), in_range)
 
 
 def _logit_error(spec: AttentionSpec, group: Group) -> tuple[Array, Array]:

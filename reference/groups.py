@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
-DENSE_SHARE = 0.25  # from this share of edges on dense costs less than gathering
+DENSE_SHARE = 0.125  # from this share of edges on dense costs less than gathering
 MAX_LOGITS = 2**20  # of one dense group
 LEAST_SCALE = 1e-140  # a bound with a smaller scale would underflow before its terms do
 MAX_GATHERED = 2**19  # elements of K and V together in one gathered group
@@ -143,8 +143,9 @@ def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Ar
     kv_heads = qo_heads[:, 0] // spec.group_size
     keys = store.all(kv_heads) if batch.key is None else store.some(batch.key, kv_heads)
     edge = batch.counts > 0
+    mask = np.where(edge, 0.0, -np.inf)
     with np.errstate(over="ignore", invalid="ignore"):
-        longest = np.where(edge, keys.norm_k[:, None], 0.0).max(axis=-1)[..., None]
+        longest = np.maximum((keys.norm_k[:, None] + mask).max(axis=-1)[..., None], 0.0)
         product_bound = max(abs(spec.sm_scale), LEAST_SCALE) * norm(q) * longest
     query_position = edges.query_position[batch.rows]
     k = keys.k
@@ -162,8 +163,7 @@ def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Ar
             scores.logits(q, k, spec.sm_scale),
             keys.v,
         )
-    if not edge.all():
-        z += np.where(edge, 0.0, -np.inf)[:, :, None]
+    z += mask[:, :, None]
     return Group(
         request,
         batch.rows,

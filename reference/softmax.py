@@ -34,9 +34,9 @@ def tile_state(logits: Array, v: Array, kept: Array | None = None) -> State:
     edge = np.asarray(logits > -np.inf)
     m = logits.max(axis=-1, initial=-np.inf)
     p = np.exp(logits - m[..., None]) if edge.all() else _exp_of_edges(logits, edge, m)
-    used = np.asarray(edge.any(axis=tuple(range(v.ndim - 2, edge.ndim - 1))))
-    if not used.all():
-        v = np.where(used[..., None], v, 0.0)
+    unused = ~np.asarray(edge.any(axis=tuple(range(v.ndim - 2, edge.ndim - 1))))
+    if not np.isfinite(v[unused]).all():
+        v = np.where(unused[..., None], 0.0, v)
     weights = p if kept is None else p * kept
     rows = math.prod(m.shape[v.ndim - 2 :])
     o = weights.reshape(*v.shape[:-2], rows, p.shape[-1]) @ v
@@ -88,6 +88,8 @@ def merge_all(states: Iterable[State]) -> State:
 def finish(state: State) -> tuple[Array, Array]:
     """out = o / l and lse = m + ln l (natural); without mass, out 0 and lse -inf (empty-row rule `zero`)."""
     some = state.l > 0
+    if some.all():
+        return state.o / state.l[..., None], state.m + np.log(state.l)
     safe = np.where(some, state.l, 1.0)
     out = np.where(some[..., None], state.o / safe[..., None], 0.0)
     return out, np.where(some, state.m + np.log(safe), -np.inf)
