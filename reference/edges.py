@@ -62,7 +62,7 @@ def attended(spec: AttentionSpec, candidates: ValidatedCandidates) -> Edges:
         query_position = np.asarray(spec.query_ordinals, np.int64)
     seen = scores.visible(spec, position[row], t)
     edges = Edges(row[seen], t[seen], count[seen], key_position[seen], query_position, named)
-    empty = np.setdiff1d(np.arange(spec.num_rows), edges.row)
+    empty = np.flatnonzero(np.bincount(edges.row, minlength=spec.num_rows) == 0)
     return _forced(spec, edges, empty) if len(empty) and spec.empty_row is not EmptyRowRule.ZERO else edges
 
 

@@ -93,7 +93,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: V
 
 def evaluate(spec: AttentionSpec, group: Group) -> Rows:
     """One group, before the epilogue."""
-    state = softmax.tile_state(group.logits, group.v, _kept(spec, group))
+    state = softmax.edge_state(group.z, group.edge, group.v, _kept(spec, group))
     if spec.sink_logits:
         state = softmax.with_sink(state, np.asarray(spec.sink_logits)[group.qo_heads][:, None])
     out, lse = softmax.finish(state)

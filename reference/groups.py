@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -48,9 +49,9 @@ class Group:
     All of one request. rows [b, r]: candidate rows; qo_heads [b, g]; key_position [b, S] and query_position [b, r]:
     what position-dependent terms use, logical position or ordinal; q [b, r, g, d_qk], k [b, S, d_qk] (both turned by
     RoPE), v [b, S, d_vo]; K and V are zero where no row attends; counts [b, r, S]: 0 where (row, key) is no edge after
-    all masks; logits [b, r, g, S] with -inf there and + ln(count) elsewhere; slots [b, r]: slots that the candidate
-    entries name. product_bound [b, r, g]: at least |sm_scale| sum_c |q_c k_jc| of each edge j; largest_v [b, d_vo]: at
-    least |v_j| of each.
+    all masks; z [b, r, g, S]: logits with + ln(count) but without masks, junk where there is no edge; slots [b, r]:
+    slots that the candidate entries name. product_bound [b, r, g]: at least |sm_scale| sum_c |q_c k_jc| of each edge j;
+    largest_v [b, d_vo]: at least |v_j| of each.
     """
 
     request: int
@@ -62,10 +63,20 @@ class Group:
     k: Array
     v: Array
     counts: Ints
-    logits: Array
+    z: Array
     slots: Ints
     product_bound: Array
     largest_v: Array
+
+    @cached_property
+    def edge(self) -> Bools:
+        """[b, r, S]: where (row, key) is an edge after all masks."""
+        return self.counts > 0
+
+    @cached_property
+    def logits(self) -> Array:
+        """[b, r, g, S]: -inf where there is no edge."""
+        return np.where(self.edge[:, :, None], self.z, -np.inf)
 
 
 class _Batch(NamedTuple):
@@ -143,9 +154,8 @@ def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Ar
     kv_heads = qo_heads[:, 0] // spec.group_size
     keys = store.all(kv_heads) if batch.key is None else store.some(batch.key, kv_heads)
     edge = batch.counts > 0
-    mask = np.where(edge, 0.0, -np.inf)
     with np.errstate(over="ignore", invalid="ignore"):
-        longest = np.maximum((keys.norm_k[:, None] + mask).max(axis=-1)[..., None], 0.0)
+        longest = (edge * keys.norm_k[:, None]).max(axis=-1)[..., None]
         product_bound = max(abs(spec.sm_scale), LEAST_SCALE) * norm(q) * longest
     query_position = edges.query_position[batch.rows]
     k = keys.k
@@ -163,7 +173,6 @@ def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Ar
             scores.logits(q, k, spec.sm_scale),
             keys.v,
         )
-    z += mask[:, :, None]
     return Group(
         request,
         batch.rows,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 class State(NamedTuple):
@@ -31,24 +32,50 @@ def tile_state(logits: Array, v: Array, kept: Array | None = None) -> State:
 
     `kept` (shape of the logits): a_j / (1 - p) of dropout, a factor of the numerator; the denominator keeps every edge.
     """
-    edge = np.asarray(logits > -np.inf)
-    m = logits.max(axis=-1, initial=-np.inf)
-    p = np.exp(logits - m[..., None]) if edge.all() else _exp_of_edges(logits, edge, m)
-    unused = ~np.asarray(edge.any(axis=tuple(range(v.ndim - 2, edge.ndim - 1))))
+    lead, n = logits.shape[: v.ndim - 2], logits.shape[-1]
+    z = logits.reshape(*lead, math.prod(logits.shape[v.ndim - 2 : -1]), 1, n)
+    m, l, o = edge_state(z, z[..., 0, :] > -np.inf, v, None if kept is None else kept.reshape(z.shape))  # noqa: E741
+    shape = logits.shape[:-1]
+    return State(m.reshape(shape), l.reshape(shape), o.reshape(*shape, v.shape[-1]))
+
+
+def edge_state(z: Array, edge: Bools, v: Array, kept: Array | None = None) -> State:
+    """`tile_state` of logits z [(b,) r, g, n] under a mask edge [(b,) r, n] that the g heads share; z may hold junk
+    where there is no edge. V [(b,) n, d_v].
+
+    Only the edges are touched: exp and masks cost more than the products where one key in eight is attended.
+    """
+    *lead, r, g, n = z.shape
+    if edge.all() and n:
+        m = z.max(axis=-1)
+        p = np.exp(z - m[..., None])
+        l = p.sum(axis=-1)  # noqa: E741
+    else:
+        m, l, p = _weights_of_edges(z.reshape(math.prod(lead) * r, g, n), edge.reshape(-1))  # noqa: E741
+    unused = ~np.asarray(edge.any(axis=-2))
     if not np.isfinite(v[unused]).all():
         v = np.where(unused[..., None], 0.0, v)
-    weights = p if kept is None else p * kept
-    rows = math.prod(m.shape[v.ndim - 2 :])
-    o = weights.reshape(*v.shape[:-2], rows, p.shape[-1]) @ v
-    return State(m, p.sum(axis=-1), o.reshape(*m.shape, v.shape[-1]))
+    weights = p if kept is None else p.reshape(z.shape) * kept
+    o = weights.reshape(*lead, r * g, n) @ v
+    return State(m.reshape(*lead, r, g), l.reshape(*lead, r, g), o.reshape(*lead, r, g, v.shape[-1]))
 
 
-def _exp_of_edges(logits: Array, edge: NDArray[np.bool_], m: Array) -> Array:
-    """e^(z - m), 0 where there is no edge: exp costs most there, so only the edges are touched."""
-    at = np.flatnonzero(edge)
-    p = np.zeros(logits.shape)
-    p.reshape(-1)[at] = np.exp(logits.reshape(-1).take(at) - np.repeat(m, np.count_nonzero(edge, axis=-1).reshape(-1)))
-    return p
+def _weights_of_edges(z: Array, edge: Bools) -> tuple[Array, Array, Array]:
+    """m and l [rows, g] and e^(z - m) [rows, g, n], 0 where there is no edge: z [rows, g, n], edge [rows * n]."""
+    rows, g, n = z.shape
+    flat = np.flatnonzero(edge)
+    row = flat // max(n, 1)
+    at = flat + (g - 1) * n * row + n * np.arange(g)[:, None]
+    start = np.flatnonzero(np.diff(row, prepend=-1))
+    some, length = row[start], np.diff(start, append=len(row))
+    m, l, p = np.full((rows, g), -np.inf), np.zeros((rows, g)), np.zeros(z.shape)  # noqa: E741
+    if len(flat):
+        x = z.reshape(-1).take(at)
+        highest = np.maximum.reduceat(x, start, axis=1)
+        x = np.exp(x - np.repeat(highest, length, axis=1))
+        m[some], l[some] = highest.T, np.add.reduceat(x, start, axis=1).T
+        p.reshape(-1)[at] = x
+    return m, l, p
 
 
 def merge(a: State, b: State) -> State:
