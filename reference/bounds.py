@@ -80,7 +80,7 @@ def expected(
     """Evaluate the reference and the allowance of every element for a backend with these numerics."""
     out, lse = empty_result(spec)
     half_width, edges = np.zeros_like(out), np.zeros(lse.shape, np.int64)
-    lse_bound, trusted = np.zeros_like(lse), np.full(lse.shape, _derived(spec))
+    lse_bound, trusted = np.zeros_like(lse), np.full(lse.shape, True)
     for group in groups(spec, inputs, table, candidates):
         rows = evaluate(spec, group)
         width, log_width, trust = _allowance(spec, group, rows, numerics, exactness)
@@ -90,9 +90,10 @@ def expected(
             (half_width, width),
             (edges, group.counts.sum(-1)[..., None]),
             (lse_bound, log_width),
-            (trusted, trust & _derived(spec) & (group.counts.max(-1, initial=0) <= 1)[..., None]),
+            (trusted, trust & (group.counts.max(-1, initial=0) <= 1)[..., None]),
         ):
             by_row(spec, total)[group.rows] = part
+    trusted &= _derived(spec)
     half_width[~trusted], lse_bound[~trusted] = np.inf, np.inf
     out, _ = epilogues.apply(spec.epilogue, out, half_width, inputs.gate)
     low, high = (round_to(x, numerics.out) for x in (out - half_width, out + half_width))

@@ -66,19 +66,14 @@ def attended(spec: AttentionSpec, candidates: ValidatedCandidates) -> Edges:
     return _forced(spec, edges, empty) if len(empty) and spec.empty_row is not EmptyRowRule.ZERO else edges
 
 
-def row_heads(spec: AttentionSpec) -> int:
-    """Candidate rows of one token."""
-    return spec.num_rows // max(spec.num_tokens, 1)
-
-
 def row_positions(spec: AttentionSpec) -> Ints:
     """Logical position of the query of each candidate row: [num_rows]."""
-    return np.repeat(np.asarray(spec.token_position, np.int64), row_heads(spec))
+    return np.repeat(np.asarray(spec.token_position, np.int64), spec.num_kv_heads)
 
 
 def row_requests(spec: AttentionSpec) -> Ints:
     """Request of each candidate row: [num_rows]."""
-    return np.repeat(np.asarray(spec.token_request, np.int64), row_heads(spec))
+    return np.repeat(np.asarray(spec.token_request, np.int64), spec.num_kv_heads)
 
 
 def _forced(spec: AttentionSpec, edges: Edges, empty: Ints) -> Edges:

@@ -113,7 +113,7 @@ def _kept(spec: AttentionSpec, group: Group) -> Array | None:
 
 def by_row(spec: AttentionSpec, x: NDArray[np.generic]) -> NDArray[np.generic]:
     """A view of [num_tokens, num_qo_heads, ...] by candidate row: [num_rows, g, ...]."""
-    return x.reshape(spec.num_rows, -1, *x.shape[2:]) if x.size else x.reshape(spec.num_rows, 0, *x.shape[2:])
+    return x.reshape(spec.num_rows, spec.group_size, *x.shape[2:])
 
 
 def empty_result(spec: AttentionSpec) -> Forward:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import scores
 from .candidates import ValidatedCandidates
-from .edges import Edges, attended, row_heads
+from .edges import Edges, attended
 from .keys import SMALL, KeyStore, norm, store_of
 from .paging import PagedCache, PageTable
 from .spec import AttentionSpec, CandidateKind
@@ -96,8 +96,8 @@ def groups(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: Va
     edges = attended(spec, candidates)
     if not len(edges.row):
         return
-    q = inputs.q.reshape(spec.num_rows, -1, spec.head_dim_qk)
-    ends = np.searchsorted(edges.row, np.asarray(spec.qo_indptr) * row_heads(spec))
+    q = inputs.q.reshape(spec.num_rows, spec.group_size, spec.head_dim_qk)
+    ends = np.searchsorted(edges.row, np.asarray(spec.qo_indptr) * spec.num_kv_heads)
     for request in range(spec.num_requests):
         mine = edges.part(int(ends[request]), int(ends[request + 1]))
         if not len(mine.row):
@@ -110,14 +110,14 @@ def groups(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: Va
 
 def _dense_pays(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) -> bool:
     """Dense needs the same place of a key for all rows (no ordinals), and its keys in one piece."""
-    pairs = len(store.t) * spec.qo_lens[request] * row_heads(spec)
+    pairs = len(store.t) * spec.qo_lens[request] * spec.num_kv_heads
     small = len(store.t) <= SMALL or len(edges.t) >= DENSE_SHARE * pairs
     return small and store.compact and spec.candidate_kind is not CandidateKind.SEQUENCE
 
 
 def _dense(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) -> Iterator[_Batch]:
-    heads, queries, keys = row_heads(spec), spec.qo_lens[request], len(store.t)
-    per_row = keys * spec.num_qo_heads // heads
+    heads, queries, keys = spec.num_kv_heads, spec.qo_lens[request], len(store.t)
+    per_row = keys * spec.group_size
     head_step = max(1, min(heads, MAX_LOGITS // (per_row * queries)))
     query_step = max(1, MAX_LOGITS // (per_row * head_step))
     rows = (spec.qo_indptr[request] * heads + np.arange(queries * heads)).reshape(queries, heads)
@@ -149,9 +149,8 @@ def _gathered(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) 
 
 
 def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Array, store: KeyStore) -> Group:
-    group_size = spec.num_qo_heads // row_heads(spec)
-    qo_heads = batch.rows[:, :1] % row_heads(spec) * group_size + np.arange(group_size)
-    kv_heads = qo_heads[:, 0] // spec.group_size
+    kv_heads = batch.rows[:, 0] % spec.num_kv_heads
+    qo_heads = kv_heads[:, None] * spec.group_size + np.arange(spec.group_size)
     keys = store.all(kv_heads) if batch.key is None else store.some(batch.key, kv_heads)
     edge = batch.counts > 0
     with np.errstate(over="ignore", invalid="ignore"):

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import scores
-from .edges import Edges, row_heads
+from .edges import Edges
 from .paging import PagedCache, PageTable
 from .spec import AttentionSpec, CandidateKind
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-SMALL = 256  # so few keys are copied and attended as a whole, however sparse
+SMALL = 64  # so few keys are copied and attended as a whole, however sparse
 SLACK = 1.01  # for the rounding of a norm
 
 
@@ -87,7 +87,7 @@ def store_of(
         nothing = np.zeros((0, 0))
         return KeyStore(t, place, heads, flat_k, flat_v, False, slots, nothing, nothing, False)
     used = np.zeros((len(t), heads), bool)
-    used[place[edges.t], edges.row % row_heads(spec) * heads // row_heads(spec)] = True
+    used[place[edges.t], edges.row % heads] = True
     data = [
         cache.data.reshape(-1, heads * cache.data.shape[-1]).take(slot, axis=0).reshape(len(t), heads, -1)
         for cache, slot in zip((k, v), slots, strict=True)

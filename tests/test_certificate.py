@@ -270,3 +270,21 @@ def share_of_the_estimate(problem: Problem, found: Forward, request: int, head: 
         errors = [abs(mpf(value) - right) for value, right in zip(values, [*out, lse], strict=True)]
         assert all(bound > 0 or error == 0 for error, bound in zip(errors, admitted, strict=True))
         return max(float(error / bound) if bound else 0.0 for error, bound in zip(errors, admitted, strict=True))
+
+
+def test_a_row_whose_logits_may_exceed_ten_million_is_out_of_range_and_no_other_is() -> None:
+    problem = problem_of(BASE, gaussian, seed=1)
+    problem.inputs.k.data[:] = problem.inputs.k.data[4, 7]
+    key = problem.inputs.k.data[0, 0, 0]
+    for request, logit in enumerate((1.0, -0.9e7, 0.9e7, 1.2e7, -1.2e7)):
+        problem.inputs.q[request] = logit * key / (BASE.sm_scale * key @ key)
+    assert problem.forward().in_range[:, 0].tolist() == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-170, 1e-5, 1.0, 1e150])
+def test_a_norm_is_never_too_small(size: float) -> None:
+    x = size * np.random.default_rng(0).normal(size=(50, 7))
+    with mpmath.workdps(DIGITS):
+        for row, bound in zip(x.tolist(), keys.norm(x).tolist(), strict=True):
+            exact_norm = mpmath.sqrt(mpmath.fsum(mpf(value) ** 2 for value in row))
+            assert exact_norm <= bound <= 1.01 * exact_norm + 1e-149

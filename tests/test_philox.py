@@ -52,6 +52,12 @@ def test_an_edge_is_kept_as_its_first_word_says(t: int, query: int, head: int, u
     assert bool(keep(Dropout(p, seed), t, query, head, uid)) is (x0 >= math.floor(p * 2**32))
 
 
+def test_a_word_at_the_threshold_is_kept_and_one_below_it_dropped() -> None:
+    x0 = int(philox4x32((5, 6, 7, 8), (9, 0))[0])
+    assert keep(Dropout(x0 / 2**32, 9), 5, 6, 7, 8)
+    assert not keep(Dropout((x0 + 1) / 2**32, 9), 5, 6, 7, 8)
+
+
 def test_a_share_of_p_is_dropped_and_p_0_drops_nothing() -> None:
     t, query = np.arange(1000), np.arange(200)[:, None]
     share = keep(Dropout(0.3, 42), t, query, 3, 1).mean()
