@@ -76,8 +76,12 @@ def expected(
     candidates: ValidatedCandidates,
     numerics: Numerics,
     exactness: Exactness = GENERIC,
+    *,
+    gate: Array | None = None,
 ) -> Expected:
-    """Evaluate the reference and the allowance of every element for a backend with these numerics."""
+    """Evaluate the reference and the allowance of every element for a backend with these numerics; `gate` as in
+    `forward`.
+    """
     out, lse = empty_result(spec)
     half_width, edges = np.zeros_like(out), np.zeros(lse.shape, np.int64)
     lse_bound, trusted = np.zeros_like(lse), np.full(lse.shape, True)
@@ -95,7 +99,7 @@ def expected(
             by_row(spec, total)[group.rows] = part
     trusted &= _derived(spec)
     half_width[~trusted], lse_bound[~trusted] = np.inf, np.inf
-    out, _ = epilogues.apply(spec.epilogue, out, half_width, inputs.gate)
+    out, _ = epilogues.apply(spec.epilogue, out, half_width, gate)
     low, high = (round_to(x, numerics.out) for x in (out - half_width, out + half_width))
     return Expected(out, half_width, low, high, lse, lse_bound, edges, trusted)
 

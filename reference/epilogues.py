@@ -30,13 +30,13 @@ def apply(epilogue: Epilogue, out: Array, error: Array, gate: Array | None) -> t
     Raises ValueError for a gate that is missing, not needed, or not [tokens, heads, d_vo or 1].
     """
     if (gate is not None) is not (epilogue.kind is EpilogueKind.GATE):
-        raise ValueError(f"epilogue {epilogue.kind}: Inputs.gate must be {'given' if gate is None else 'None'}")
+        raise ValueError(f"epilogue {epilogue.kind}: gate must be {'given' if gate is None else 'None'}")
     if epilogue.kind is EpilogueKind.NONE:
         return out, error
     if epilogue.kind is EpilogueKind.GATE:
         assert gate is not None
         if gate.shape not in (out.shape, (*out.shape[:2], 1)):
-            raise ValueError(f"Inputs.gate must be {out.shape} or {(*out.shape[:2], 1)}, got {gate.shape}")
+            raise ValueError(f"gate must be {out.shape} or {(*out.shape[:2], 1)}, got {gate.shape}")
         return out * gate, error * np.abs(gate) + EVALUATION * np.abs(out * gate)
     if epilogue.function is not None:
         result = FUNCTIONS[epilogue.function](out)

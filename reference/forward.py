@@ -70,8 +70,16 @@ def edges(spec: AttentionSpec, candidates: ValidatedCandidates) -> tuple[Ints, I
     return attended(spec, candidates)[:3]
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: ValidatedCandidates) -> Forward:
-    """The function that a backend must compute, equations (4)-(7) and DESIGN section 4.
+def forward(
+    spec: AttentionSpec,
+    inputs: Inputs,
+    table: PageTable,
+    candidates: ValidatedCandidates,
+    *,
+    gate: Array | None = None,
+) -> Forward:
+    """The function that a backend must compute, equations (4)-(7) and DESIGN section 4. `gate` [num_tokens,
+    num_qo_heads, head_dim_vo or 1]: of the epilogue that needs one.
 
     Raises LookupError where a table leads to a page without data, EmptyRowError as the empty-row rule says, ValueError
     for attended values that are not finite.
@@ -87,7 +95,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: V
             (result.in_range, rows.own_error.in_range),
         ):
             by_row(spec, total)[group.rows] = part
-    out, out_error = epilogues.apply(spec.epilogue, result.out, result.out_error, inputs.gate)
+    out, out_error = epilogues.apply(spec.epilogue, result.out, result.out_error, gate)
     return Forward(out, result.lse, out_error, result.lse_error, result.in_range)
 
 
@@ -136,7 +144,7 @@ class Branch(NamedTuple):
 
 
 def forward_branches(
-    branches: Sequence[Branch], gates: Array, epilogue: Epilogue = NO_EPILOGUE, gate: Array | None = None
+    branches: Sequence[Branch], gates: Array, epilogue: Epilogue = NO_EPILOGUE, *, gate: Array | None = None
 ) -> tuple[Forward, list[Forward]]:
     """Separate branches: out = sum_b gates[b] * out_b, then the epilogue; also what each branch yields by itself.
 

@@ -32,14 +32,11 @@ MAX_GATHERED = 2**19  # elements of K and V together in one gathered group
 
 
 class Inputs(NamedTuple):
-    """The values of a problem: q [num_tokens, num_qo_heads, head_dim_qk], the paged K and V, and the gate of the
-    epilogue [num_tokens, num_qo_heads, head_dim_vo or 1] where the spec has one.
-    """
+    """The values of a problem: q [num_tokens, num_qo_heads, head_dim_qk], and the paged K and V."""
 
     q: Array
     k: PagedCache
     v: PagedCache
-    gate: Array | None = None
 
 
 @dataclass(frozen=True)

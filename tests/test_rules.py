@@ -66,7 +66,7 @@ def lists_of(spec: AttentionSpec, lists: list[list[int]]) -> ValidatedCandidates
 
 
 def run(spec: AttentionSpec, lists: list[list[int]] = LISTS, gate: Array | None = None) -> Forward:
-    return forward(spec, inputs_of(spec)._replace(gate=gate), TABLE, lists_of(spec, lists))
+    return forward(spec, inputs_of(spec), TABLE, lists_of(spec, lists), gate=gate)
 
 
 # --- empty rows
@@ -167,7 +167,7 @@ def test_a_gate_multiplies_each_element_or_each_head() -> None:
     np.testing.assert_array_equal(run(spec, gate=gate[..., :1]).out, PLAIN.out * gate[..., :1])
     with pytest.raises(ValueError, match="must be given"):
         run(spec)
-    with pytest.raises(ValueError, match=r"Inputs.gate must be \(3, 4, 4\) or \(3, 4, 1\)"):
+    with pytest.raises(ValueError, match=r"gate must be \(3, 4, 4\) or \(3, 4, 1\)"):
         run(spec, gate=gate[:, :, :2])
     with pytest.raises(ValueError, match="must be None"):
         run(SPEC, gate=gate)
