@@ -73,7 +73,9 @@ AXES = (
     Axis("pattern", "which entries are selected", "scattered", tuple(PATTERNS)),
     Axis("map", "which physical pages hold the KV", "random", tuple(MAPS)),
     Axis("cache", "strides of the K and V caches", "contiguous", tuple(CACHES)),
-    Axis("causal", "causal rule, by logical position", CausalRule.NONE.value, tuple(CausalRule)),
+    Axis(
+        "causal", "causal rule, by logical position", CausalRule.NONE.value, (CausalRule.NONE, CausalRule.BOTTOM_RIGHT)
+    ),
     Axis("window", "window_left: keys that a query sees to its left beside its own; -1: all", -1, low=-1),
     Axis("splits", "hint: parts that a row's KV range is cut into", 1),
     Axis("tile", "hint: slots in a KV tile", 64),

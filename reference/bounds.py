@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from . import scores, softmax
+from . import epilogues, scores
 from .candidates import ValidatedCandidates
 from .formats import FORMATS, round_to
-from .forward import Group, Inputs, empty_result, groups
+from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups
 from .numerics import Numerics
 from .paging import PageTable
-from .spec import AttentionSpec, DType
+from .spec import AttentionSpec, DType, EpilogueKind
 
 Array = NDArray[np.float64]
 
+U64 = 2.0**-53
 U32 = FORMATS[DType.FP32].u
 FLUSH = 2.0**-126  # the smallest normal FP32: results below it may be flushed to zero
 MAX_RHO = 0.5  # beyond this relative error of the denominator there is no bound
@@ -77,47 +78,62 @@ def expected(
     candidates: ValidatedCandidates,
     numerics: Numerics,
     exactness: Exactness = GENERIC,
+    *,
+    gate: Array | None = None,
 ) -> Expected:
-    """Evaluate the reference and the allowance of every element for a backend with these numerics."""
+    """Evaluate the reference and the allowance of every element for a backend with these numerics; `gate` as in
+    `forward`.
+    """
     out, lse = empty_result(spec)
-    result = Expected(
-        out=out,
-        half_width=np.zeros_like(out),
-        out_lo=np.zeros_like(out),
-        out_hi=np.zeros_like(out),
-        lse=lse,
-        lse_bound=np.zeros_like(lse),
-        edges=np.zeros(lse.shape, np.int64),
-        trusted=np.ones(lse.shape, bool),
-    )
+    half_width, edges = np.zeros_like(out), np.zeros(lse.shape, np.int64)
+    lse_bound, trusted = np.zeros_like(lse), np.full(lse.shape, True)
     for group in groups(spec, inputs, table, candidates):
-        at = group.tokens, group.heads
-        state = softmax.tile_state(group.logits, group.v)
-        out[at], lse[at] = softmax.finish(state)
-        half_width, lse_bound, trusted = _allowance(spec, group, state, numerics, exactness)
-        result.half_width[at] = half_width
-        result.edges[at] = group.counts.sum(-1)[:, None]
-        result.trusted[at] = trusted
-        result.lse_bound[at] = lse_bound
-        result.out_lo[at] = round_to(out[at] - half_width, numerics.out)
-        result.out_hi[at] = round_to(out[at] + half_width, numerics.out)
-    return result
+        rows = evaluate(spec, group)
+        width, log_width, trust = _allowance(spec, group, rows, numerics, exactness)
+        for total, part in (
+            (out, rows.out),
+            (lse, rows.lse),
+            (half_width, width),
+            (edges, group.counts.sum(-1)[..., None]),
+            (lse_bound, log_width),
+            (trusted, trust & (group.counts.max(-1, initial=0) <= 1)[..., None]),
+        ):
+            by_row(spec, total)[group.rows] = part
+    trusted &= _derived(spec)
+    half_width[~trusted], lse_bound[~trusted] = np.inf, np.inf
+    out, _ = epilogues.apply(spec.epilogue, out, half_width, gate)
+    low, high = (round_to(x, numerics.out) for x in (out - half_width, out + half_width))
+    return Expected(out, half_width, low, high, lse, lse_bound, edges, trusted)
+
+
+def _derived(spec: AttentionSpec) -> bool:
+    """Whether the bounds cover every term of the spec: GATES.md section 8 lists those still to be derived."""
+    underived = (
+        spec.rope,
+        spec.logits_soft_cap,
+        spec.alibi_slopes,
+        spec.buckets,
+        spec.sink_logits,
+        spec.dropout,
+        spec.epilogue.kind is not EpilogueKind.NONE,
+    )
+    return not any(underived)
 
 
 def _allowance(
-    spec: AttentionSpec, group: Group, state: softmax.State, numerics: Numerics, exactness: Exactness
+    spec: AttentionSpec, group: Group, rows: Rows, numerics: Numerics, exactness: Exactness
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """B' [n, g, d_vo] before the output rounding, the lse bound [n, g], and where they hold; GATES.md section 2."""
-    out, lse = softmax.finish(state)
-    edge = (group.counts > 0)[:, None]
-    some = state.l > 0
-    l = np.where(some, state.l, 1.0)  # noqa: E741
-    lse = np.where(some, lse, 0.0)
+    """B' [b, r, g, d_vo] before the output rounding, the lse bound [b, r, g], and where they hold; GATES.md section 2,
+    and the reference's own error.
+    """
+    edge = (group.counts > 0)[:, :, None]
+    some = rows.state.l > 0
+    l = np.where(some, rows.state.l, 1.0)  # noqa: E741
+    lse = np.where(some, rows.lse, 0.0)
     s = np.where(edge, group.logits, 0.0)
     w = np.where(edge, np.exp(group.logits - lse[..., None]), 0.0)
-    k = group.counts.sum(-1)[:, None]  # terms of a kernel that visits repeats one by one
-    attended = group.counts.sum(axis=0) > 0
-    abs_v = np.abs(np.where(attended[:, None], group.v, 0.0))  # elsewhere stands junk
+    k = group.counts.sum(-1)[..., None]  # terms of a kernel that visits repeats one by one
+    abs_v = np.abs(group.v)[:, None]
     largest = np.abs(s).max(axis=-1, initial=0.0)
 
     eta = np.where(edge, _weight_error(spec, group, s, lse, largest, k, numerics, exactness), 0.0)
@@ -125,7 +141,7 @@ def _allowance(
     u_p, a_p = (0.0, 0.0) if exactness.zero_logits and numerics.unit_p else (p.u, p.a)
     sums = np.zeros(k.shape) if exactness.exact_sums and numerics.unit_p else gamma(k)
     cast_l = (u_p + a_p * k / l) if numerics.l_sums_cast_p else np.zeros(l.shape)
-    rescale = 0.0 if exactness.equal_logits else _rescales(group, k, numerics) * U32
+    rescale = 0.0 if exactness.equal_logits else _rescales(spec, group, k, numerics) * U32
     u_part, a_part = (part.u, part.a) if numerics.splits else (0.0, 0.0)
 
     mean_eta = (w * eta).sum(-1)
@@ -134,7 +150,7 @@ def _allowance(
     rho = np.where(trusted, rho, 0.0)
     abs_sum = w @ abs_v  # A
     plain_sum = np.where(edge, 1.0, 0.0) @ abs_v
-    abs_out = np.abs(out)
+    abs_out = np.abs(rows.out)
     half_width = (
         (w * eta) @ abs_v
         + abs_out * mean_eta[..., None]  # logits, exponential, rescale, merge
@@ -148,16 +164,18 @@ def _allowance(
     ) / (1 - rho)[..., None]
     log_error = 2 * (2.0**-21 + 4 * U32 * (np.abs(np.log(l)) + np.abs(lse) + largest)) + U32 * np.abs(lse)
     lse_bound = rho / (1 - rho) + log_error
+    own = rows.own_error
+    own_out = U64 * abs_out if exactness.equal_logits and exactness.exact_sums else own.out
     return (
-        np.where((some & trusted)[..., None], half_width, np.where(some[..., None], np.inf, 0.0)),
-        np.where(some & trusted, lse_bound, np.where(some, np.inf, 0.0)),
-        trusted | ~some,
+        np.where(some[..., None], half_width + own_out, 0.0),
+        np.where(some, lse_bound + own.lse, 0.0),
+        (trusted & own.in_range) | ~some,
     )
 
 
-def _rescales(group: Group, k: NDArray[np.int64], numerics: Numerics) -> NDArray[np.int64]:
+def _rescales(spec: AttentionSpec, group: Group, k: NDArray[np.int64], numerics: Numerics) -> NDArray[np.int64]:
     """R: tiles that can raise the running maximum, at most one per edge."""
-    slots = np.full(k.shape, len(group.k)) if numerics.dense else group.slots[:, None]
+    slots = np.full(k.shape, spec.seq_lens[group.request]) if numerics.dense else group.slots[..., None]
     return np.minimum(k, -(-slots // numerics.min_tile))
 
 
@@ -171,7 +189,7 @@ def _weight_error(
     numerics: Numerics,
     exactness: Exactness,
 ) -> Array:
-    """eta [n, g, T]: relative error of each un-normalised weight."""
+    """eta [b, r, g, S]: relative error of each un-normalised weight."""
     merge_size = np.maximum(np.abs(lse), largest)[..., None]
     if exactness.equal_logits:
         from_lse = 0.0 if numerics.merges_states else 8 * U32
@@ -180,9 +198,8 @@ def _weight_error(
         return np.broadcast_to(own + merge * numerics.splits, s.shape)
     products = scores.logits(np.abs(group.q), np.abs(group.k), spec.sm_scale)  # S
     largest = largest[..., None]
-    fp64 = (group.q.shape[-1] + 4) * 2.0**-52 * products  # the reference's own error
-    logit = (gamma(group.q.shape[-1]) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(s) + fp64
-    rescales = _rescales(group, k, numerics)[..., None]
+    logit = (gamma(group.q.shape[-1]) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(s)
+    rescales = _rescales(spec, group, k, numerics)[..., None]
     eta: Array = (
         logit
         + 4 * U32 * (np.abs(s) + largest)

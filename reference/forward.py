@@ -1,112 +1,170 @@
-"""Paged sparse attention, forward, DESIGN section 4: one dense FP64 evaluation per (request, KV head), unattended
-keys masked.
-"""
+"""Paged sparse attention, forward, DESIGN section 4: the function that a backend must compute, with its own error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import scores, softmax
-from .candidates import ValidatedCandidates, expand
-from .paging import PagedCache, PageTable
-from .spec import AttentionSpec
+from . import epilogues, philox, softmax
+from .candidates import ValidatedCandidates
+from .edges import EmptyRowError, attended, row_positions
+from .estimates import Estimate, estimate
+from .groups import Group, Inputs, groups
+from .paging import PageTable
+from .spec import AttentionSpec, Epilogue, EpilogueKind
+
+__all__ = [
+    "Branch",
+    "EmptyRowError",
+    "Forward",
+    "Group",
+    "Inputs",
+    "Rows",
+    "edges",
+    "empty_result",
+    "evaluate",
+    "forward",
+    "forward_branches",
+    "groups",
+]
+
+NO_EPILOGUE = Epilogue()
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Inputs(NamedTuple):
-    """The values of a problem: q [num_tokens, num_qo_heads, head_dim_qk], and the paged K and V."""
+@dataclass(frozen=True)
+class Forward:
+    """out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads] (natural log); unpacks as these.
 
-    q: Array
-    k: PagedCache
-    v: PagedCache
-
-
-class Forward(NamedTuple):
-    """out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads] (natural log)."""
+    `out_error`, `lse_error`: bounds of their distance to the exact result, shaped as they are. `in_range` [num_tokens,
+    num_qo_heads]: False where FP64 is too short for the row, whose errors are then infinite: never judge by it.
+    """
 
     out: Array
     lse: Array
+    out_error: Array
+    lse_error: Array
+    in_range: NDArray[np.bool_]
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter((self.out, self.lse))
 
 
-@dataclass(frozen=True)
-class Group:
-    """All rows of one (request, KV head): n queries of g query heads over T keys.
+class Rows(NamedTuple):
+    """One group before the epilogue: the state with the sink, out [b, r, g, d_vo], lse [b, r, g], own error."""
 
-    q [n, g, d_qk], k [T, d_qk], v [T, d_vo]; counts [n, T]: 0 where (query, key) is no edge after all masks;
-    logits [n, g, T] with -inf there and + ln(count) elsewhere; slots [n]: slots that the candidate entries name.
-    """
-
-    tokens: slice
-    heads: slice
-    q: Array
-    k: Array
-    v: Array
-    counts: Ints
-    logits: Array
-    slots: Ints
+    state: softmax.State
+    out: Array
+    lse: Array
+    own_error: Estimate
 
 
 def edges(spec: AttentionSpec, candidates: ValidatedCandidates) -> tuple[Ints, Ints, Ints]:
-    """All edges after all masks: row index, logical position of the key, multiplicity."""
-    rows, t, count = expand(spec, candidates)
-    positions = np.asarray(spec.token_position, np.int64)[rows // spec.num_kv_heads]
-    seen = scores.visible(spec, positions, t)
-    return rows[seen], t[seen], count[seen]
+    """All edges after all masks and the empty-row rule: row index, logical position of the key, multiplicity."""
+    return attended(spec, candidates)[:3]
 
 
-def groups(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: ValidatedCandidates) -> Iterator[Group]:
-    """Cut a problem into groups; requests without queries are left out."""
-    rows, t, count = edges(spec, candidates)
-    entries = np.diff(candidates.indptr).reshape(spec.num_tokens, spec.num_kv_heads)
-    token, kv_head = np.divmod(rows, spec.num_kv_heads)
-    for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
-        if not qo_len:
-            continue
-        start = spec.qo_indptr[request]
-        tokens = slice(start, start + qo_len)
-        mine = (token >= tokens.start) & (token < tokens.stop)
-        counts = np.zeros((qo_len, spec.num_kv_heads, seq_len), np.int64)
-        counts[token[mine] - start, kv_head[mine], t[mine]] = count[mine]
-        k, v = (cache.gather(table, request, seq_len) for cache in (inputs.k, inputs.v))
-        for head in range(spec.num_kv_heads):
-            heads = slice(head * spec.group_size, (head + 1) * spec.group_size)
-            q = inputs.q[tokens, heads]
-            edge = (counts[:, head] > 0)[:, None]
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # what stands in other slots is junk
-                weighted = scores.logits(q, k[:, head], spec.sm_scale) + np.log(counts[:, head])[:, None]
-            _check_finite(request, head, edge[:, 0], weighted, v[:, head])
-            z = np.where(edge, weighted, -np.inf)
-            slots = entries[tokens, head] * spec.block_size
-            yield Group(tokens, heads, q, k[:, head], v[:, head], counts[:, head], z, slots)
+def forward(
+    spec: AttentionSpec,
+    inputs: Inputs,
+    table: PageTable,
+    candidates: ValidatedCandidates,
+    *,
+    gate: Array | None = None,
+) -> Forward:
+    """The function that a backend must compute, equations (4)-(7) and DESIGN section 4. `gate` [num_tokens,
+    num_qo_heads, head_dim_vo or 1]: of the epilogue that needs one.
 
-
-def _check_finite(request: int, head: int, edge: NDArray[np.bool_], logits: Array, v: Array) -> None:
-    """Attended values must be finite: a NaN would look like an empty row."""
-    bad = (edge & ~np.isfinite(logits).all(axis=1)).any(axis=0) | (edge.any(axis=0) & ~np.isfinite(v).all(axis=1))
-    if bad.any():
-        t = int(np.argmax(bad))
-        raise ValueError(f"request {request}, KV head {head}: token {t} is attended, but its logit or V is not finite")
-
-
-def forward(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: ValidatedCandidates) -> Forward:
-    """The function that a backend must compute. Raises LookupError where a table leads to a page without data."""
+    Raises LookupError where a table leads to a page without data, EmptyRowError as the empty-row rule says, ValueError
+    for attended values that are not finite.
+    """
     result = empty_result(spec)
     for group in groups(spec, inputs, table, candidates):
-        at = group.tokens, group.heads
-        result.out[at], result.lse[at] = softmax.finish(softmax.tile_state(group.logits, group.v))
-    return result
+        rows = evaluate(spec, group)
+        for total, part in (
+            (result.out, rows.out),
+            (result.lse, rows.lse),
+            (result.out_error, rows.own_error.out),
+            (result.lse_error, rows.own_error.lse),
+            (result.in_range, rows.own_error.in_range),
+        ):
+            by_row(spec, total)[group.rows] = part
+    out, out_error = epilogues.apply(spec.epilogue, result.out, result.out_error, gate)
+    return Forward(out, result.lse, out_error, result.lse_error, result.in_range)
+
+
+def evaluate(spec: AttentionSpec, group: Group) -> Rows:
+    """One group, before the epilogue."""
+    state = softmax.edge_state(group.z, group.edge, group.v, _kept(spec, group))
+    if spec.sink_logits:
+        state = softmax.with_sink(state, np.asarray(spec.sink_logits)[group.qo_heads][:, None])
+    out, lse = softmax.finish(state)
+    return Rows(state, out, lse, estimate(spec, group, out, lse))
+
+
+def _kept(spec: AttentionSpec, group: Group) -> Array | None:
+    """a_j / (1 - p) of each edge: [b, r, g, S]."""
+    if spec.dropout is None:
+        return None
+    uid = spec.dropout.request_uids[group.request] if spec.dropout.request_uids else group.request
+    key = group.key_position[:, None, None]
+    query = row_positions(spec)[group.rows][..., None, None]
+    kept = philox.keep(spec.dropout, key, query, group.qo_heads[:, None, :, None], uid)
+    return kept / (1 - spec.dropout.p)
+
+
+def by_row(spec: AttentionSpec, x: NDArray[np.generic]) -> NDArray[np.generic]:
+    """A view of [num_tokens, num_qo_heads, ...] by candidate row: [num_rows, g, ...]."""
+    return x.reshape(spec.num_rows, spec.group_size, *x.shape[2:])
 
 
 def empty_result(spec: AttentionSpec) -> Forward:
-    """What a call without any edge yields: out 0, lse -inf."""
-    return Forward(
-        np.zeros((spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo)),
-        np.full((spec.num_tokens, spec.num_qo_heads), -np.inf),
+    """What a call without any edge yields: out 0, lse -inf or the sink logit; exact."""
+    shape = (spec.num_tokens, spec.num_qo_heads)
+    out = np.zeros((*shape, spec.head_dim_vo))
+    lse = np.full(shape, -np.inf)
+    if spec.sink_logits:
+        lse[:] = spec.sink_logits
+    return Forward(out, lse, np.zeros_like(out), np.zeros(shape), np.ones(shape, bool))
+
+
+class Branch(NamedTuple):
+    """One of several softmaxes over the same queries, with its own candidates (and masks, keys, sink); no epilogue."""
+
+    spec: AttentionSpec
+    inputs: Inputs
+    table: PageTable
+    candidates: ValidatedCandidates
+
+
+def forward_branches(
+    branches: Sequence[Branch], gates: Array, epilogue: Epilogue = NO_EPILOGUE, *, gate: Array | None = None
+) -> tuple[Forward, list[Forward]]:
+    """Separate branches: out = sum_b gates[b] * out_b, then the epilogue; also what each branch yields by itself.
+
+    gates [branches, num_tokens, num_qo_heads]. The sum is no softmax: its lse is NaN, each branch keeps its own.
+    Raises ValueError for a branch with an epilogue of its own or gates of another shape.
+    """
+    for index, branch in enumerate(branches):
+        if branch.spec.epilogue.kind is not EpilogueKind.NONE:
+            raise ValueError(f"branch {index} has the epilogue {branch.spec.epilogue.kind}; only the sum may have one")
+    parts = [forward(*branch) for branch in branches]
+    shape = (len(parts), *parts[0].lse.shape)
+    if gates.shape != shape:
+        raise ValueError(f"gates must be {shape} (branches, tokens, query heads), got {gates.shape}")
+    sizes = np.abs(gates)[..., None]
+    out = np.sum([gate_b[..., None] * part.out for gate_b, part in zip(gates, parts, strict=True)], axis=0)
+    rounding = (len(parts) + 1) * 2.0**-53
+    error = np.sum(
+        [size * (part.out_error + rounding * np.abs(part.out)) for size, part in zip(sizes, parts, strict=True)], axis=0
     )
+    out, error = epilogues.apply(epilogue, out, error, gate)
+    lse = np.full(parts[0].lse.shape, np.nan)
+    in_range = np.all([part.in_range for part in parts], axis=0)
+    return Forward(out, lse, error, np.full_like(lse, np.inf), in_range), parts

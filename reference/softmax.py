@@ -6,14 +6,16 @@ no mass; a state without mass has l = 0 and whatever m: it never reaches the max
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 class State(NamedTuple):
@@ -24,12 +26,56 @@ class State(NamedTuple):
     o: Array
 
 
-def tile_state(logits: Array, v: Array) -> State:
-    """The state of one tile: logits [..., n] (masked: -inf), v [n, d_v]. V where no row attends is junk."""
-    m = logits.max(axis=-1, initial=-np.inf)
-    p = np.exp(logits - np.where(np.isfinite(m), m, 0.0)[..., None])
-    attended = np.isfinite(logits).any(axis=tuple(range(logits.ndim - 1)))
-    return State(m, p.sum(axis=-1), p[..., attended] @ v[attended])
+def tile_state(logits: Array, v: Array, kept: Array | None = None) -> State:
+    """The state of one tile: logits [..., n] (masked: -inf) and v [n, d_v]; or b of them with values of their own,
+    logits [b, ..., n] and v [b, n, d_v]. V where no row attends is junk.
+
+    `kept` (shape of the logits): a_j / (1 - p) of dropout, a factor of the numerator; the denominator keeps every edge.
+    """
+    lead, n = logits.shape[: v.ndim - 2], logits.shape[-1]
+    z = logits.reshape(*lead, math.prod(logits.shape[v.ndim - 2 : -1]), 1, n)
+    m, l, o = edge_state(z, z[..., 0, :] > -np.inf, v, None if kept is None else kept.reshape(z.shape))  # noqa: E741
+    shape = logits.shape[:-1]
+    return State(m.reshape(shape), l.reshape(shape), o.reshape(*shape, v.shape[-1]))
+
+
+def edge_state(z: Array, edge: Bools, v: Array, kept: Array | None = None) -> State:
+    """`tile_state` of logits z [(b,) r, g, n] under a mask edge [(b,) r, n] that the g heads share; z may hold junk
+    where there is no edge. V [(b,) n, d_v].
+
+    Only the edges are touched: exp and masks cost more than the products where one key in eight is attended.
+    """
+    *lead, r, g, n = z.shape
+    if edge.all() and n:
+        m = z.max(axis=-1)
+        p = np.exp(z - m[..., None])
+        l = p.sum(axis=-1)  # noqa: E741
+    else:
+        m, l, p = _weights_of_edges(z.reshape(math.prod(lead) * r, g, n), edge.reshape(-1))  # noqa: E741
+    unused = ~np.asarray(edge.any(axis=-2))
+    if not np.isfinite(v[unused]).all():
+        v = np.where(unused[..., None], 0.0, v)
+    weights = p if kept is None else p.reshape(z.shape) * kept
+    o = weights.reshape(*lead, r * g, n) @ v
+    return State(m.reshape(*lead, r, g), l.reshape(*lead, r, g), o.reshape(*lead, r, g, v.shape[-1]))
+
+
+def _weights_of_edges(z: Array, edge: Bools) -> tuple[Array, Array, Array]:
+    """m and l [rows, g] and e^(z - m) [rows, g, n], 0 where there is no edge: z [rows, g, n], edge [rows * n]."""
+    rows, g, n = z.shape
+    flat = np.flatnonzero(edge)
+    row = flat // max(n, 1)
+    at = flat + (g - 1) * n * row + n * np.arange(g)[:, None]
+    start = np.flatnonzero(np.diff(row, prepend=-1))
+    some, length = row[start], np.diff(start, append=len(row))
+    m, l, p = np.full((rows, g), -np.inf), np.zeros((rows, g)), np.zeros(z.shape)  # noqa: E741
+    if len(flat):
+        x = z.reshape(-1).take(at)
+        highest = np.maximum.reduceat(x, start, axis=1)
+        x = np.exp(x - np.repeat(highest, length, axis=1))
+        m[some], l[some] = highest.T, np.add.reduceat(x, start, axis=1).T
+        p.reshape(-1)[at] = x
+    return m, l, p
 
 
 def merge(a: State, b: State) -> State:
@@ -45,10 +91,16 @@ def _scaled(scale: Array, state: State) -> Array:
     return np.where((state.l > 0)[..., None], scale[..., None] * state.o, 0.0)
 
 
+def with_sink(state: State, sink: ArrayLike) -> State:
+    """A learned sink logit (broadcast to m) joins once, after all merges: m = max(m, s), l gains e^(s-m), o nothing."""
+    m = np.broadcast_to(np.asarray(sink, np.float64), state.m.shape)
+    return merge(state, State(m, np.ones_like(m), np.zeros_like(state.o)))
+
+
 def trace(logits: Array, v: Array, kv_tile: int) -> tuple[list[State], list[State]]:
     """Per-tile states of a row, local and running: tiles of `kv_tile` slots in the order of the slots."""
     starts = range(0, logits.shape[-1], kv_tile)
-    local = [tile_state(logits[..., i : i + kv_tile], v[i : i + kv_tile]) for i in starts]
+    local = [tile_state(logits[..., i : i + kv_tile], v[..., i : i + kv_tile, :]) for i in starts]
     running: list[State] = []
     for state in local:
         running.append(merge(running[-1], state) if running else state)
@@ -63,6 +115,8 @@ def merge_all(states: Iterable[State]) -> State:
 def finish(state: State) -> tuple[Array, Array]:
     """out = o / l and lse = m + ln l (natural); without mass, out 0 and lse -inf (empty-row rule `zero`)."""
     some = state.l > 0
+    if some.all():
+        return state.o / state.l[..., None], state.m + np.log(state.l)
     safe = np.where(some, state.l, 1.0)
     out = np.where(some[..., None], state.o / safe[..., None], 0.0)
     return out, np.where(some, state.m + np.log(safe), -np.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -26,16 +27,143 @@ class CandidateKind(StrEnum):
 
 
 class CausalRule(StrEnum):
-    """Where the causal diagonal lies; `BOTTOM_RIGHT`: query i of q_len sits at logical position T - q_len + i."""
+    """Whether keys behind the query's logical position are hidden, and where query i of q_len sits: `BOTTOM_RIGHT`:
+    at T - q_len + i; `TOP_LEFT`: at i; `ABSOLUTE`: at `AttentionSpec.query_positions`. `NONE` hides nothing; its
+    queries sit where those of `BOTTOM_RIGHT` do, or at the query positions where a spec holds them.
+    """
 
     NONE = "none"
     BOTTOM_RIGHT = "bottom_right"
+    TOP_LEFT = "top_left"
+    ABSOLUTE = "absolute"
 
 
 class EmptyRowRule(StrEnum):
-    """What a row without any edge yields; `ZERO`: out 0, lse -inf."""
+    """What a row without any edge yields. `ZERO`: out 0, lse -inf (or the sink logit); `FORCE_SELF`: it attends the
+    query's own token; `FORCE_SINK_TOKEN`: it attends token 0; `FORBID`: the call is refused.
+    """
 
     ZERO = "zero"
+    FORCE_SELF = "force_self"
+    FORCE_SINK_TOKEN = "force_sink_token"
+    FORBID = "forbid"
+
+
+class RopeLayout(StrEnum):
+    """Which two channels of the first `rotary_dim` turn together: (2i, 2i + 1), or (i, i + rotary_dim / 2)."""
+
+    INTERLEAVED = "interleaved"
+    HALF_SPLIT = "half_split"
+
+
+@dataclass(frozen=True)
+class RoPE:
+    """Rotary embedding inside the kernel; keys are stored unrotated.
+
+    Pair i of the first `rotary_dim` channels of q and k turns by the angle position * base^(-2i / rotary_dim).
+    """
+
+    rotary_dim: int
+    base: float = 10000.0
+    layout: RopeLayout = RopeLayout.HALF_SPLIT
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(f"rope.rotary_dim must be even and at least 2, got {self.rotary_dim}")
+        if not (math.isfinite(self.base) and self.base >= 1):
+            raise ValueError(f"rope.base must be finite and at least 1, got {self.base}")
+
+
+@dataclass(frozen=True)
+class RelativeBuckets:
+    """A learned bias by distance pos_q - t: `first[b]` is the least distance in bucket b, and `bias[head][b]` is added.
+
+    `first` starts at 0 and never falls (where equal, all but the last are empty). Keys behind the query (t > pos_q)
+    count as distance 0 or, where `bidirectional`, use a second set of len(first) buckets, by t - pos_q.
+    `scores.t5_buckets` gives `first` of T5.
+    """
+
+    first: tuple[int, ...]
+    bias: tuple[tuple[float, ...], ...]
+    bidirectional: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.first or self.first[0] != 0 or list(self.first) != sorted(self.first):
+            raise ValueError(f"buckets.first must start at 0 and never fall, got {self.first}")
+        width = len(self.first) * (2 if self.bidirectional else 1)
+        for head, values in enumerate(self.bias):
+            if len(values) != width or not all(map(math.isfinite, values)):
+                raise ValueError(f"buckets.bias[{head}] must hold {width} finite values, got {values}")
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout on the numerator: edge j is kept with factor 1 / (1 - p) where x0 >= floor(p * 2^32).
+
+    x0: first word of Philox4x32-10 under the 64-bit `seed` (key: low word, high word). `request_uids[n]` identifies
+    request n in the counter, so that it may move in the batch; empty: n itself.
+    """
+
+    p: float
+    seed: int
+    request_uids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p < 1:
+            raise ValueError(f"dropout.p must be in [0, 1), got {self.p}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"dropout.seed must be an unsigned 64-bit integer, got {self.seed}")
+        for request, uid in enumerate(self.request_uids):
+            if not 0 <= uid < 2**32:
+                raise ValueError(f"dropout.request_uids[{request}] must be an unsigned 32-bit integer, got {uid}")
+
+
+class EpilogueKind(StrEnum):
+    """What happens to the normalised, merged output: see `Epilogue`."""
+
+    NONE = "none"
+    CAST = "cast"
+    GATE = "gate"
+    NONLINEAR = "nonlinear"
+    LOW_BIT = "low_bit"
+
+
+class Nonlinearity(StrEnum):
+    """The functions that an epilogue may apply."""
+
+    RELU = "relu"
+    SIGMOID = "sigmoid"
+    TANH = "tanh"
+    SILU = "silu"
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What is done to out after the merge of all splits; lse is not touched.
+
+    `CAST`: rounded to `dtype`. `GATE`: multiplied by the `gate` that `forward` is given. `NONLINEAR`: `function` of
+    each element. `LOW_BIT`: written as a signed integer of `bits` bits, code = out / scale rounded to even and
+    clipped to +-(2^(bits-1) - 1); the result is code * scale.
+    """
+
+    kind: EpilogueKind = EpilogueKind.NONE
+    dtype: DType | None = None
+    function: Nonlinearity | None = None
+    bits: int = 0
+    scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        for kind, field, given in (
+            (EpilogueKind.CAST, "dtype", self.dtype is not None),
+            (EpilogueKind.NONLINEAR, "function", self.function is not None),
+            (EpilogueKind.LOW_BIT, "bits", self.bits != 0),
+            (EpilogueKind.LOW_BIT, "scale", self.scale != 0),
+        ):
+            if given is not (self.kind is kind):
+                needed = "needs" if self.kind is kind else "has no use for"
+                raise ValueError(f"epilogue {self.kind} {needed} {field}, got {getattr(self, field)}")
+        if self.kind is EpilogueKind.LOW_BIT and not (2 <= self.bits <= 16 and 0 < self.scale < math.inf):
+            raise ValueError(f"epilogue needs 2 to 16 bits and a positive scale, got {self.bits} and {self.scale}")
 
 
 class Row(NamedTuple):
@@ -59,7 +187,12 @@ class AttentionSpec:
 
     `seq_lens[n]` is T, the committed KV length of request n in tokens; `qo_lens[n]` its number of queries.
     `block_size` is the number of tokens that one candidate entry names (1: token selection). `window_left` removes
-    keys with t < position - window_left; -1 means no window.
+    keys with t < position - window_left (so window_left + 1 keys remain under a causal rule); -1 means no window.
+
+    Terms of the logit, in order (`scores`): sm_scale * q.k with `rope`, `logits_soft_cap` c (0: none), bias by
+    `alibi_slopes` and `buckets` [num_qo_heads], masks. `sink_logits` [num_qo_heads]: learned, joins each row once.
+    `query_positions` [num_tokens]: absolute logical positions. `query_ordinals` [num_rows]: of a sequence; empty: k - 1
+    where the list ends with the query's own token, else k.
 
     Raises ValueError, naming the field, for a spec that has no meaning.
     """
@@ -78,6 +211,15 @@ class AttentionSpec:
     causal: CausalRule = CausalRule.NONE
     window_left: int = -1
     empty_row: EmptyRowRule = EmptyRowRule.ZERO
+    query_positions: tuple[int, ...] = ()
+    query_ordinals: tuple[int, ...] = ()
+    rope: RoPE | None = None
+    logits_soft_cap: float = 0.0
+    alibi_slopes: tuple[float, ...] = ()
+    buckets: RelativeBuckets | None = None
+    sink_logits: tuple[float, ...] = ()
+    dropout: Dropout | None = None
+    epilogue: Epilogue = Epilogue()
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "block_size"):
@@ -95,6 +237,39 @@ class AttentionSpec:
                     raise ValueError(f"{name}[{request}] must not be negative, got {length}")
         if self.window_left < -1:
             raise ValueError(f"window_left must be -1 (no window) or at least 0, got {self.window_left}")
+        self._check_positions()
+        self._check_terms()
+
+    def _check_positions(self) -> None:
+        own = self.causal in (CausalRule.BOTTOM_RIGHT, CausalRule.TOP_LEFT)
+        if self.query_positions and own:
+            raise ValueError(
+                f"query_positions contradict the causal rule {self.causal}, which places the queries itself"
+            )
+        placed = self.query_positions or self.causal is CausalRule.ABSOLUTE
+        if placed and len(self.query_positions) != self.num_tokens:
+            raise ValueError(f"query_positions must name {self.num_tokens} tokens, got {len(self.query_positions)}")
+        if self.query_ordinals and self.candidate_kind is not CandidateKind.SEQUENCE:
+            raise ValueError(f"query_ordinals belong to a sequence, but candidate_kind is {self.candidate_kind}")
+        if self.query_ordinals and len(self.query_ordinals) != self.num_rows:
+            raise ValueError(f"query_ordinals must name {self.num_rows} rows, got {len(self.query_ordinals)}")
+
+    def _check_terms(self) -> None:
+        if self.rope and self.rope.rotary_dim > self.head_dim_qk:
+            raise ValueError(f"rope.rotary_dim {self.rope.rotary_dim} exceeds head_dim_qk {self.head_dim_qk}")
+        if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
+            raise ValueError(f"logits_soft_cap must be 0 (none) or positive, got {self.logits_soft_cap}")
+        for name in ("alibi_slopes", "sink_logits"):
+            values = getattr(self, name)
+            if values and (len(values) != self.num_qo_heads or not all(map(math.isfinite, values))):
+                raise ValueError(
+                    f"{name} must hold {self.num_qo_heads} finite values (one per query head), got {values}"
+                )
+        if self.buckets and len(self.buckets.bias) != self.num_qo_heads:
+            raise ValueError(f"buckets.bias must name {self.num_qo_heads} query heads, got {len(self.buckets.bias)}")
+        uids = self.dropout.request_uids if self.dropout else ()
+        if uids and len(uids) != self.num_requests:
+            raise ValueError(f"dropout.request_uids must name {self.num_requests} requests, got {len(uids)}")
 
     @property
     def group_size(self) -> int:
@@ -128,7 +303,13 @@ class AttentionSpec:
 
     @cached_property
     def token_position(self) -> tuple[int, ...]:
-        """Logical position of each query token, T - q_len + i: [num_tokens]; negative where q_len > T."""
+        """Logical position of each query token: [num_tokens]; T - q_len + i (negative where q_len > T) unless the
+        causal rule or `query_positions` place it elsewhere.
+        """
+        if self.query_positions:
+            return self.query_positions
+        if self.causal is CausalRule.TOP_LEFT:
+            return tuple(i for q in self.qo_lens for i in range(q))
         return tuple(t - q + i for t, q in zip(self.seq_lens, self.qo_lens, strict=True) for i in range(q))
 
     def row(self, index: int) -> Row:

@@ -6,16 +6,29 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, product
+from typing import NamedTuple
 
 import mpmath
 import numpy as np
 import pytest
 import torch
 
+from sacts.reference import groups as reference_groups
+from sacts.reference import keys
 from sacts.reference.candidates import CandidateLists, validate
 from sacts.reference.forward import Forward, Inputs, forward
 from sacts.reference.paging import PagedCache, PageTable
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType
+from sacts.reference.spec import (
+    AttentionSpec,
+    CandidateKind,
+    CausalRule,
+    Dropout,
+    DType,
+    EmptyRowRule,
+    RelativeBuckets,
+    RoPE,
+    RopeLayout,
+)
 
 BASE = AttentionSpec(
     num_qo_heads=4,
@@ -68,7 +81,7 @@ def problem_of(spec: AttentionSpec, seed: int, density: float = 0.5, scale: floa
     lists = []
     for request, position in zip(spec.token_request, spec.token_position, strict=True):
         tokens = spec.seq_lens[request]
-        if spec.causal is CAUSAL and spec.block_size == 1:
+        if spec.causal is not CausalRule.NONE and spec.block_size == 1:
             tokens = max(0, min(tokens, position + 1))
         entries = -(-tokens // spec.block_size)
         for _ in range(spec.num_kv_heads):
@@ -79,22 +92,99 @@ def problem_of(spec: AttentionSpec, seed: int, density: float = 0.5, scale: floa
     return Problem(spec, PageTable(table, spec.page_size, 3 * sum(counts) + 2, tuple(owned)), inputs, lists)
 
 
-def edges_of(problem: Problem, token: int, kv_head: int) -> dict[int, int]:
-    """t -> multiplicity of one row after all masks."""
+class Edge(NamedTuple):
+    """One key of a row: position t, multiplicity, and where position-dependent terms see key and query."""
+
+    t: int
+    copies: int
+    key: int
+    query: int
+
+
+def position_of(spec: AttentionSpec, token: int) -> int:
+    request = spec.token_request[token]
+    i = token - spec.qo_indptr[request]
+    if spec.query_positions:
+        return spec.query_positions[token]
+    return i if spec.causal is CausalRule.TOP_LEFT else spec.seq_lens[request] - spec.qo_lens[request] + i
+
+
+def row_of(problem: Problem, token: int, kv_head: int) -> list[Edge]:
+    """The edges of one row after all masks and the empty-row rule."""
     spec = problem.spec
-    seq_len, position = spec.seq_lens[spec.token_request[token]], spec.token_position[token]
-    entries = Counter(problem.lists[token * spec.num_kv_heads + kv_head])
-    edges = {}
-    for entry, count in entries.items():
-        for t in range(entry * spec.block_size, min((entry + 1) * spec.block_size, seq_len)):
-            hidden = (spec.causal is CAUSAL and t > position) or (0 <= spec.window_left < position - t)
-            if not hidden:
-                edges[t] = count if spec.candidate_kind is CandidateKind.MULTISET else 1
+    seq_len, position = spec.seq_lens[spec.token_request[token]], position_of(spec, token)
+    row = token * spec.num_kv_heads + kv_head
+    counts = Counter(problem.lists[row])
+    sequence = spec.candidate_kind is CandidateKind.SEQUENCE
+    listed = [
+        t
+        for entry in counts  # in the order of their first occurrence
+        for t in range(entry * spec.block_size, min((entry + 1) * spec.block_size, seq_len))
+    ]
+
+    def edge(t: int, ordinal: int, k: int, last: int) -> Edge:
+        if not sequence:
+            copies = counts[t // spec.block_size] if spec.candidate_kind is CandidateKind.MULTISET else 1
+            return Edge(t, max(copies, 1), t, position)
+        query = spec.query_ordinals[row] if spec.query_ordinals else (k - 1 if last == position else k)
+        return Edge(t, 1, ordinal, query)
+
+    edges = [edge(t, r, len(listed), listed[-1]) for r, t in enumerate(listed)]
+    causal = spec.causal is not CausalRule.NONE
+    edges = [e for e in edges if not (causal and e.t > position) and not (0 <= spec.window_left < position - e.t)]
+    if not edges and spec.empty_row is EmptyRowRule.FORCE_SELF:
+        return [edge(position, 0, 1, position)]
+    if not edges and spec.empty_row is EmptyRowRule.FORCE_SINK_TOKEN:
+        return [edge(0, 0, 1, 0)]
     return edges
 
 
+def edges_of(problem: Problem, token: int, kv_head: int) -> dict[int, int]:
+    """t -> multiplicity of one row."""
+    return {edge.t: edge.copies for edge in row_of(problem, token, kv_head)}
+
+
+def turned(x: torch.Tensor, position: int, rope: RoPE) -> torch.Tensor:
+    """RoPE by complex multiplication."""
+    n = rope.rotary_dim
+    head, tail = x[:n], x[n:]
+    pairs = head.reshape(-1, 2) if rope.layout is RopeLayout.INTERLEAVED else head.reshape(2, -1).T
+    angle = torch.tensor([position / rope.base ** (2 * i / n) for i in range(n // 2)], dtype=torch.float64)
+    spun = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
+    pairs = torch.view_as_real(spun)
+    return torch.cat(((pairs if rope.layout is RopeLayout.INTERLEAVED else pairs.T).reshape(-1), tail))
+
+
+def bias_of(spec: AttentionSpec, head: int, edge: Edge) -> float:
+    distance, total = edge.query - edge.key, 0.0
+    if spec.alibi_slopes:
+        total -= spec.alibi_slopes[head] * abs(distance)
+    if spec.buckets:
+        first = spec.buckets.first
+        behind = spec.buckets.bidirectional and distance < 0
+        size = abs(distance) if spec.buckets.bidirectional else max(distance, 0)
+        bucket = max(b for b, least in enumerate(first) if size >= least)
+        total += spec.buckets.bias[head][bucket + (len(first) if behind else 0)]
+    return total
+
+
+def kept(spec: AttentionSpec, token: int, head: int, edge: Edge) -> float:
+    """The factor of dropout, from Philox on Python integers."""
+    if spec.dropout is None:
+        return 1.0
+    request = spec.token_request[token]
+    uid = spec.dropout.request_uids[request] if spec.dropout.request_uids else request
+    c = [edge.key, position_of(spec, token) % 2**32, head, uid]
+    key = [spec.dropout.seed % 2**32, spec.dropout.seed >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b // 2**32 ^ c[1] ^ key[0], b % 2**32, a // 2**32 ^ c[3] ^ key[1], a % 2**32]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return (c[0] >= int(spec.dropout.p * 2**32)) / (1 - spec.dropout.p)
+
+
 def naive(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention in torch float64: all K and V gathered token by token, then masked with the multiplicities."""
+    """Dense attention in torch float64: all K and V gathered token by token, masked keys at -inf."""
     spec, inputs = problem.spec, problem.inputs
     out = torch.zeros(spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64)
     lse = torch.full((spec.num_tokens, spec.num_qo_heads), -torch.inf, dtype=torch.float64)
@@ -102,16 +192,28 @@ def naive(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         slots = [problem.slot(request, t) for t in range(spec.seq_lens[request])]
         for head in range(spec.num_qo_heads):
             kv_head = head // spec.group_size
-            edges = edges_of(problem, token, kv_head)
-            if not edges:
+            row = row_of(problem, token, kv_head)
+            sink = [spec.sink_logits[head]] if spec.sink_logits else []
+            if not row and not sink:
                 continue
             k, v = (
-                torch.stack([torch.tensor(cache.data[page, offset, kv_head]) for page, offset in slots])
-                for cache in (inputs.k, inputs.v)
+                torch.tensor(np.array([cache.data[page, offset, kv_head] for page, offset in slots]).reshape(-1, d))
+                for cache, d in ((inputs.k, spec.head_dim_qk), (inputs.v, spec.head_dim_vo))
             )
-            counts = torch.tensor([float(edges.get(t, 0)) for t in range(len(slots))], dtype=torch.float64)
-            logits = spec.sm_scale * (k @ torch.tensor(inputs.q[token, head])) + counts.log()
-            out[token, head] = torch.softmax(logits, 0) @ v
+            q, logits = torch.tensor(inputs.q[token, head]), torch.full((len(slots),), -torch.inf, dtype=torch.float64)
+            keep = torch.ones(len(slots), dtype=torch.float64)
+            for edge in row:
+                a, b = (
+                    (turned(q, edge.query, spec.rope), turned(k[edge.t], edge.key, spec.rope))
+                    if spec.rope
+                    else (q, k[edge.t])
+                )
+                z = spec.sm_scale * (a @ b)
+                z = spec.logits_soft_cap * torch.tanh(z / spec.logits_soft_cap) if spec.logits_soft_cap else z
+                logits[edge.t] = z + bias_of(spec, head, edge) + math.log(edge.copies)
+                keep[edge.t] = kept(spec, token, head, edge)
+            logits = torch.cat((logits, torch.tensor(sink, dtype=torch.float64)))
+            out[token, head] = (torch.softmax(logits, 0)[: len(slots)] * keep) @ v
             lse[token, head] = torch.logsumexp(logits, 0)
     return out, lse
 
@@ -131,6 +233,12 @@ def exact_row(problem: Problem, token: int, head: int) -> tuple[list[float], flo
         out = [float(mpmath.fdot(weights, column) / total) for column in zip(*values, strict=True)]
         return out, float(mpmath.log(total))
 
+
+BUCKETS = RelativeBuckets((0, 1, 2, 4, 9), tuple(tuple(0.3 * h - 0.7 * b for b in range(5)) for h in range(4)))
+BOTH_WAYS = RelativeBuckets((0, 3), tuple(tuple(0.5 * h - 0.9 * b for b in range(4)) for h in range(4)), True)
+SINKS = (0.5, -3.0, 4.0, 0.0)
+SEQUENCE = replace(BASE, candidate_kind=CandidateKind.SEQUENCE, causal=CAUSAL)
+EMPTY = replace(BASE, seq_lens=(3, 9), qo_lens=(5, 11), causal=CAUSAL)
 
 SPECS = {
     "decode": replace(BASE, qo_lens=(1, 1)),
@@ -153,16 +261,77 @@ SPECS = {
     "page 1": replace(BASE, page_size=1),
     "multiset": replace(BASE, candidate_kind=CandidateKind.MULTISET),
     "causal multiset of blocks": replace(BASE, candidate_kind=CandidateKind.MULTISET, block_size=3, causal=CAUSAL),
-    "sequence": replace(BASE, candidate_kind=CandidateKind.SEQUENCE, causal=CAUSAL),
+    "sequence": SEQUENCE,
+    "top left": replace(BASE, causal=CausalRule.TOP_LEFT, qo_lens=(7, 4)),
+    "absolute positions": replace(BASE, causal=CausalRule.ABSOLUTE, query_positions=(22, 3, 8, 0, 40), window_left=9),
+    "positions without causality": replace(BASE, query_positions=(2, 30, 8, 0, 5), alibi_slopes=SINKS),
+    "RoPE": replace(BASE, rope=RoPE(8)),
+    "RoPE interleaved, partial": replace(BASE, rope=RoPE(6, 50.0, RopeLayout.INTERLEAVED), causal=CAUSAL),
+    "RoPE half split, partial, decode": replace(BASE, rope=RoPE(4, 500000.0), qo_lens=(1, 1)),
+    "soft cap": replace(BASE, logits_soft_cap=0.8),
+    "ALiBi": replace(BASE, alibi_slopes=(0.5, 0.25, 0.125, 1.0)),
+    "causal ALiBi of blocks": replace(BASE, alibi_slopes=(0.5, 0.25, 0.125, 1.0), block_size=3, causal=CAUSAL),
+    "buckets": replace(BASE, buckets=BUCKETS),
+    "buckets both ways": replace(BASE, buckets=BOTH_WAYS, qo_lens=(9, 8)),
+    "sink": replace(BASE, sink_logits=SINKS),
+    "sink and empty rows": replace(EMPTY, sink_logits=SINKS),
+    "dropout": replace(BASE, dropout=Dropout(0.4, 2**63 + 12345, (7, 2**32 - 1))),
+    "causal dropout of blocks": replace(BASE, dropout=Dropout(0.7, 5), block_size=3, causal=CAUSAL, qo_lens=(6, 11)),
+    "sequence with RoPE": replace(SEQUENCE, rope=RoPE(8, 30.0)),
+    "sequence with everything": replace(
+        SEQUENCE, rope=RoPE(4, 7.0), alibi_slopes=SINKS, buckets=BOTH_WAYS, dropout=Dropout(0.3, 1), sink_logits=SINKS
+    ),
+    "sequence of blocks": replace(SEQUENCE, block_size=3, alibi_slopes=(1.0, 0.5, 0.2, 0.1), window_left=7),
+    "sequence with ordinals of its own": replace(
+        SEQUENCE, query_ordinals=tuple(range(3, 13)), alibi_slopes=(1.0, 0.5, 0.2, 0.1)
+    ),
+    "multiset with soft cap and ALiBi": replace(
+        BASE, candidate_kind=CandidateKind.MULTISET, logits_soft_cap=2.0, alibi_slopes=(0.5, 0.25, 0.125, 1.0)
+    ),
+    "everything": replace(
+        BASE,
+        rope=RoPE(6),
+        logits_soft_cap=3.0,
+        alibi_slopes=(0.5, 0.25, 0.125, 1.0),
+        buckets=BUCKETS,
+        sink_logits=SINKS,
+        dropout=Dropout(0.2, 99),
+        causal=CAUSAL,
+        window_left=11,
+    ),
+    "empty rows attend themselves": replace(
+        BASE,
+        causal=CausalRule.ABSOLUTE,
+        query_positions=(22, 0, 1, 8, 0),
+        empty_row=EmptyRowRule.FORCE_SELF,
+        rope=RoPE(8),
+    ),
+    "empty rows attend token 0": replace(EMPTY, empty_row=EmptyRowRule.FORCE_SINK_TOKEN, alibi_slopes=SINKS),
+    "empty rows of a sequence attend token 0": replace(
+        EMPTY, empty_row=EmptyRowRule.FORCE_SINK_TOKEN, candidate_kind=CandidateKind.SEQUENCE, rope=RoPE(8)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("density", [0.3, 1.0])
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 def test_forward_is_dense_attention_under_the_mask_of_the_lists(name: str, density: float) -> None:
+    """Also by the paths for long rows: each row gathers its own keys, or dense by few queries and heads at a time."""
     problem = problem_of(SPECS[name], seed=len(name), density=density)
     out, lse = naive(problem)
     found = problem.forward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys, "SMALL", 0)
+        patch.setattr(reference_groups, "SMALL", 0)
+        patch.setattr(reference_groups, "DENSE_SHARE", 2)
+        patch.setattr(reference_groups, "MAX_GATHERED", 200)
+        gathered = problem.forward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_groups, "MAX_LOGITS", 100)
+        pieces = problem.forward()
+    for other in (gathered, pieces):
+        np.testing.assert_allclose(other.out, out.numpy(), rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(other.lse, lse.numpy(), rtol=1e-13, atol=1e-14)
     assert found.out.shape == out.shape
     np.testing.assert_allclose(found.out, out.numpy(), rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(found.lse, lse.numpy(), rtol=1e-13, atol=1e-14)
@@ -196,8 +365,8 @@ def test_logits_of_plus_and_minus_300_neither_overflow_nor_vanish() -> None:
     spec = AttentionSpec(1, 1, 1, 1, page_size=4, seq_lens=(4,), qo_lens=(1,), dtype=DType.FP32, sm_scale=1.0)
     problem = problem_of(spec, seed=0, density=1.0)
     problem.inputs.q[:] = 1.0
-    for keys in ([300.0, -300.0, 300.0, 299.0], [-300.0, -301.0, -300.0, -302.0]):
-        problem.inputs.k.data[0, :, 0, 0] = keys
+    for values in ([300.0, -300.0, 300.0, 299.0], [-300.0, -301.0, -300.0, -302.0]):
+        problem.inputs.k.data[0, :, 0, 0] = values
         out, lse = problem.forward()
         exact_out, exact_lse = exact_row(problem, 0, 0)
         np.testing.assert_allclose(out[0, 0], exact_out, rtol=1e-14)
@@ -232,8 +401,9 @@ def test_what_stands_in_slots_that_no_row_attends_does_not_matter(poisoned: str,
     with np.errstate(invalid="ignore"):
         found = problem.forward()
     assert np.isfinite(clean.out).all()
-    np.testing.assert_array_equal(found.out, clean.out)
-    np.testing.assert_array_equal(found.lse, clean.lse)
+    for name in ("out", "lse", "out_error", "lse_error", "in_range"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(clean, name), err_msg=name)
+    assert found.in_range.all()
 
 
 def test_a_page_without_data_is_named() -> None:
