@@ -1,7 +1,8 @@
 """Speed of the reference, as ratios to torch float64 SDPA with a dense mask, measured in one run.
 
-`OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 pytest benchmarks`: one thread on both sides; without the variables both use
-all cores. Not collected by default. Runs of both sides alternate and the fastest of each counts.
+`OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 pytest -s benchmarks`: one thread on both sides, for which the targets hold;
+without the variables both use all cores. Not collected by default. Runs of both sides alternate, the fastest of each
+counts. The reference's time includes reading the pages, the lists and the estimate of its own error.
 """
 
 from __future__ import annotations

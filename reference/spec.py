@@ -142,8 +142,8 @@ class Epilogue:
     """What is done to out after the merge of all splits; lse is not touched.
 
     `CAST`: rounded to `dtype`. `GATE`: multiplied by the `gate` that `forward` is given. `NONLINEAR`: `function` of
-    each element. `LOW_BIT`: written as a signed integer of `bits` bits, code = out / scale rounded to even and
-    clipped to +-(2^(bits-1) - 1); the result is code * scale.
+    each element. `LOW_BIT`: written as a signed integer of `bits` bits, code = out / scale rounded to even and clipped
+    to +-(2^(bits-1) - 1); the result is code * scale.
     """
 
     kind: EpilogueKind = EpilogueKind.NONE

@@ -8,8 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
 
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, blocks_of, validate
 from sacts.reference.forward import Inputs, forward
@@ -194,8 +196,6 @@ def test_a_multiset_is_spelled_out_for_layouts_without_counts(rows: list[dict[in
 
 
 def test_flex_block_lists_are_those_of_torch() -> None:
-    flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
-    torch = pytest.importorskip("torch")
     random = np.random.default_rng(4)
     for rows, width, q_block, kv_block in ((7, WIDTH, 2, 8), (8, 24, 4, 8), (1, 5, 4, 16), (6, 16, 3, 4)):
         mask = random.random((rows, width)) < 0.6

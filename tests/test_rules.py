@@ -8,11 +8,13 @@ from dataclasses import replace
 from itertools import chain
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
 
 from sacts.reference.bounds import expected
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
@@ -323,9 +325,7 @@ def test_torch_sdpa_in_float64_agrees(causal: CausalRule) -> None:
 
 @pytest.mark.parametrize("soft_cap", [0.0, 0.75])
 def test_the_reference_attention_of_onnx_agrees(soft_cap: float) -> None:
-    """Operator Attention-24 in float64, where `onnx` is installed: mask, scale, soft cap, GQA and an empty row."""
-    onnx = pytest.importorskip("onnx")
-    evaluator = pytest.importorskip("onnx.reference")
+    """Operator Attention-24 in float64: mask, scale, soft cap, GQA and an empty row."""
     spec = replace(SPEC, seq_lens=(12, 12), qo_lens=(3, 3), sm_scale=0.25, logits_soft_cap=soft_cap)
     random = np.random.default_rng(5)
     lists = [random.permutation(12)[: int(random.integers(0, 9))].tolist() for _ in range(spec.num_rows)]
@@ -341,6 +341,6 @@ def test_the_reference_attention_of_onnx_agrees(soft_cap: float) -> None:
     values = [onnx.helper.make_tensor_value_info(x, boolean if x == "M" else double, None) for x in (*feeds, "Y")]
     graph = onnx.helper.make_graph([node], "attention", values[:-1], values[-1:])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 24)])
-    right = evaluator.ReferenceEvaluator(model).run(None, feeds)[0]
+    right = ReferenceEvaluator(model).run(None, feeds)[0]
     found = forward(spec, inputs, TABLE, lists_of(spec, lists))
     np.testing.assert_allclose(found.out, right.swapaxes(1, 2).reshape(found.out.shape), rtol=0, atol=1e-14)
