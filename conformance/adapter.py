@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import AttentionSpec, DType, Hints
+from sacts.reference.spec import AttentionSpec, CausalRule, DType, Hints
 
 if TYPE_CHECKING:
     import torch
@@ -116,8 +116,8 @@ class Capabilities:
 
     `numerics` by dtype; a dtype that is not in it has `Numerics.default`. `empty_lse`: lse of a row without edges.
     `packed_kv`: K and V share one tensor, `case.kv_cache` [num_pages, 2, ...]. `real_strides`: caches may be strided
-    views; a backend without gets contiguous ones. `sentinel`: the padding value of raw lists, or SEQ_LEN.
-    `workspace_zeroed`: the workspace must be zero before each launch.
+    views; a backend without gets contiguous ones. `sentinel`: the padding value of raw lists, or SEQ_LEN. `causal`:
+    the one causal rule that the backend knows. `workspace_zeroed`: the workspace must be zero before each launch.
     """
 
     consumes: Consumes = Consumes.VALIDATED
@@ -130,6 +130,7 @@ class Capabilities:
     sentinel: int | str = PADDING
     sentinel_places: SentinelPlaces = SentinelPlaces.ANYWHERE
     scale: Scale = Scale.SPEC
+    causal: CausalRule = CausalRule.BOTTOM_RIGHT
     workspace_zeroed: bool = False
     numerics: Mapping[DType, Numerics] = field(default_factory=dict)
 

@@ -77,10 +77,17 @@ class Problem:
 SM_SCALE = 0.75  # times 1 / sqrt(d): not the usual default, so that a backend that ignores sm_scale is found
 
 
-def build(cell: Cell, replicate: int = 0, *, default_scale: bool = False) -> Problem:
+def build(
+    cell: Cell,
+    replicate: int = 0,
+    *,
+    default_scale: bool = False,
+    causal_rule: CausalRule = CausalRule.BOTTOM_RIGHT,
+) -> Problem:
     """The problem of a cell. The same arguments give the same problem on any machine.
 
-    `default_scale`: sm_scale is 1 / sqrt(head_dim_qk), for backends that know no other.
+    For backends that know no other: `default_scale`: sm_scale is 1 / sqrt(head_dim_qk); `causal_rule`: the rule of
+    causal cells.
     """
     spec = AttentionSpec(
         num_qo_heads=cell.heads[0],
@@ -93,7 +100,7 @@ def build(cell: Cell, replicate: int = 0, *, default_scale: bool = False) -> Pro
         dtype=DType(cell.dtype),
         sm_scale=(1.0 if default_scale else SM_SCALE) / math.sqrt(cell.dim),
         block_size=cell.block,
-        causal=CausalRule(cell.causal),
+        causal=CausalRule.NONE if cell.causal == CausalRule.NONE else causal_rule,
         window_left=cell.window,
     )
     draw = Draw(cell.id, replicate, "layout")

@@ -15,7 +15,7 @@ from .conventions import alternatives
 from .worker import Worker
 
 CELLS = (
-    "decode/{dtype}/kv:20+0+5",
+    "prefill/{dtype}/kv:20+0+9/q:3+1+2/block:16/pattern:all/causal:bottom_right",
     "decode/{dtype}/kv:37/pattern:duplicates",
     "decode/{dtype}/kv:40/cache:strided/splits:2/tile:16",
 )

@@ -74,6 +74,8 @@ def converted(problem: Problem, capabilities: Capabilities) -> list[str]:
         lost.append("strided cache made contiguous")
     if capabilities.index_space is IndexSpace.PHYSICAL:
         lost.append("masks and blocks resolved into physical slots")
+    if problem.spec.causal not in (CausalRule.NONE, CausalRule.BOTTOM_RIGHT):
+        lost.append(f"causal rule {problem.spec.causal}")
     if capabilities.scale is Scale.DEFAULT:
         lost.append("sm_scale is 1 / sqrt(head_dim_qk)")
     return lost
@@ -84,6 +86,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "empty_lse": (float("-inf"), float("inf"), 0.0),
     "kv_layout": tuple(KVLayout),
     "scale": tuple(Scale),
+    "causal": (CausalRule.BOTTOM_RIGHT, CausalRule.TOP_LEFT),
     "index_space": tuple(IndexSpace),
     "sentinel": (PADDING, SEQ_LEN),
     "sentinel_places": tuple(SentinelPlaces),

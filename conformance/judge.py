@@ -75,7 +75,8 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN), {}, {})
     try:
         capabilities = launcher.backend.capabilities
-        problem = build(cell, replicate, default_scale=capabilities.scale is Scale.DEFAULT)
+        own_scale = capabilities.scale is Scale.DEFAULT
+        problem = build(cell, replicate, default_scale=own_scale, causal_rule=capabilities.causal)
         support = launcher.support(problem.spec)
         lost = conventions.converted(problem, capabilities)
         sheet.record = _with(sheet.record, status=str(support), converted=lost)

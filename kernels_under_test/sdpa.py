@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sacts.conformance.adapter import Capabilities, Case, Outputs, Support, fallback
+from sacts.conformance.adapter import Capabilities, Case, Outputs, Refused, Support, fallback, refused
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec, CausalRule, DType
+
+from .served import unserved
 
 _HALF = (DType.FP16, DType.BF16)
 # On CUDA the masked kernel that PyTorch prefers (memory-efficient) returns zeros for logits near -1e5: see
@@ -33,12 +35,15 @@ class Adapter:
     )
 
     def support(self, spec: AttentionSpec) -> Support:
-        """Everything, densely."""
-        return fallback("dense")
+        """The plain row, densely; anything beyond it is refused by name."""
+        reason = unserved(spec)
+        return refused(reason) if reason else fallback("dense")
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
-        """One dense call per request."""
+        """One dense call per request. Raises Refused as declared."""
         spec = case.spec
+        if reason := unserved(spec):
+            raise Refused(reason)
         lists = case.kv_indptr.tolist()
         for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
             if not qo_len:
@@ -60,7 +65,7 @@ def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tens
         chosen = (entries[:, None] * spec.block_size + torch.arange(spec.block_size, device=t.device)).flatten()
         mask[head, chosen[chosen < seq_len]] = True
     position = spec.token_position[token]
-    if spec.causal is CausalRule.BOTTOM_RIGHT:
+    if spec.causal is not CausalRule.NONE:
         mask &= t <= position
     if spec.window_left >= 0:
         mask &= t >= position - spec.window_left

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sacts.conformance.adapter import NATIVE, PADDING, Capabilities, Case, Consumes, Outputs, Support, refused
+from sacts.conformance.adapter import NATIVE, PADDING, Capabilities, Case, Consumes, Outputs, Refused, Support, refused
+from sacts.kernels_under_test.served import unserved
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, EmptyRowRule
+from sacts.reference.spec import AttentionSpec, CausalRule, DType
 
 from . import kernels
 
@@ -55,8 +56,7 @@ class Adapter:
                 _is_power_of_two(spec.head_dim_vo) and spec.head_dim_vo >= 16,
                 "head_dim_vo is not a power of two from 16",
             ),
-            (spec.candidate_kind is CandidateKind.SET, "candidates are not a set"),
-            (spec.empty_row is EmptyRowRule.ZERO, "empty rows are not zero"),
+            (not unserved(spec), unserved(spec)),
         ):
             if not holds:
                 return refused(reason)
@@ -86,9 +86,12 @@ class Adapter:
         )
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
-        """Launch the attention kernel, and the merge kernel where rows are split."""
-        plan = plan or self.plan(case)
+        """Launch the attention kernel, and the merge kernel where rows are split. Raises Refused as declared."""
         spec, splits = case.spec, case.hints.num_splits
+        support = self.support(spec)
+        if support.status == "refused":
+            raise Refused(support.reason)
+        plan = plan or self.plan(case)
         if not spec.num_rows:
             return Outputs(case.out, case.lse, path="native")
         buffers = case.workspace.view(torch.float32)
@@ -127,7 +130,7 @@ class Adapter:
             HEAD_DIM_VO=spec.head_dim_vo,
             PAGE_SIZE=spec.page_size,
             BLOCK_SIZE=spec.block_size,
-            CAUSAL=spec.causal is CausalRule.BOTTOM_RIGHT,
+            CAUSAL=spec.causal is not CausalRule.NONE,
             WINDOW=spec.window_left >= 0,
             SPLIT=splits > 1,
             BLOCK_M=max(16, 1 << (spec.group_size - 1).bit_length()),

@@ -21,7 +21,7 @@ from sacts.conformance.adapter import (
     fallback,
 )
 from sacts.kernels_under_test.sdpa import Adapter as Right
-from sacts.reference.spec import AttentionSpec
+from sacts.reference.spec import AttentionSpec, CausalRule
 
 
 class Declared:
@@ -79,9 +79,17 @@ class PhysicalSlots(Declared):
     def seen(self, case: Case) -> Case:
         pages = case.k_cache.shape[0]
         slots = pages * case.spec.page_size
-        spec = replace(case.spec, seq_lens=(slots,) * case.spec.num_requests, causal="none", window_left=-1)
+        spec = replace(case.spec, seq_lens=(slots,) * case.spec.num_requests, causal=CausalRule.NONE, window_left=-1)
         table = torch.arange(pages, dtype=torch.int32).expand(case.spec.num_requests, pages)
         return replace(case, spec=spec, page_table=table)
+
+
+class TopLeft(Declared):
+    """Query i of a request sees t <= i."""
+
+    def seen(self, case: Case) -> Case:
+        plain = case.spec.causal is CausalRule.NONE
+        return case if plain else replace(case, spec=replace(case.spec, causal=CausalRule.TOP_LEFT))
 
 
 def without(case: Case, drop: torch.Tensor) -> Case:
@@ -125,6 +133,8 @@ class SaysRaw(Declared):
     capabilities = declares(consumes=Consumes.RAW)
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
+        if case.spec.block_size > 1:
+            return Right().run(case)
         lengths = case.kv_indptr.diff()
         rows = torch.repeat_interleave(torch.arange(case.spec.num_rows), lengths)
         for row in range(case.spec.num_rows):
@@ -173,6 +183,7 @@ TABLE = {
     "EmptyIsPositive": ("empty_lse", "-inf", "inf"),
     "ReadsHnd": ("kv_layout", KVLayout.NHD, KVLayout.HND),
     "SaysHnd": ("kv_layout", KVLayout.HND, KVLayout.NHD),
+    "TopLeft": ("causal", CausalRule.BOTTOM_RIGHT, CausalRule.TOP_LEFT),
     "OwnScale": ("scale", Scale.SPEC, Scale.DEFAULT),
     "PhysicalSlots": ("index_space", IndexSpace.LOGICAL, IndexSpace.PHYSICAL),
     "SentinelT": ("sentinel", str(PADDING), SEQ_LEN),

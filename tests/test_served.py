@@ -1,0 +1,69 @@
+"""The bundled backends refuse by name what they do not serve, and serve every causal rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sacts.conformance.adapter import Backend, Refused, refused
+from sacts.conformance.build import build
+from sacts.conformance.judge import judge
+from sacts.conformance.launch import Launcher
+from sacts.conformance.probes.inputs import RANDOM
+from sacts.kernels_under_test.paged.adapter import Adapter as Paged
+from sacts.kernels_under_test.sdpa import Adapter as Dense
+from sacts.matrices.cell import parse
+from sacts.reference.spec import (
+    CandidateKind,
+    CausalRule,
+    Dropout,
+    EmptyRowRule,
+    Epilogue,
+    EpilogueKind,
+    RelativeBuckets,
+    RoPE,
+)
+from sacts.reports.records import Verdict
+
+PROBLEM = build(parse("decode/fp32/kv:20"))
+BEYOND: dict[str, dict[str, Any]] = {
+    "candidate_kind multiset": {"candidate_kind": CandidateKind.MULTISET},
+    "empty_row forbid": {"empty_row": EmptyRowRule.FORBID},
+    "rope": {"rope": RoPE(64)},
+    "logits_soft_cap": {"logits_soft_cap": 30.0},
+    "alibi_slopes": {"alibi_slopes": (0.5,) * 4},
+    "buckets": {"buckets": RelativeBuckets((0,), ((0.0,),) * 4)},
+    "sink_logits": {"sink_logits": (0.0,) * 4},
+    "dropout": {"dropout": Dropout(0.5, 1)},
+    "epilogue gate": {"epilogue": Epilogue(EpilogueKind.GATE)},
+}
+
+
+@pytest.mark.parametrize("reason", BEYOND)
+@pytest.mark.parametrize("adapter", [Paged(), Dense()], ids=["triton", "sdpa"])
+def test_what_is_not_served_is_refused_by_name(adapter: Any, reason: str) -> None:
+    spec = replace(PROBLEM.spec, **BEYOND[reason])
+    assert adapter.support(spec) == refused(reason)
+    launcher = Launcher(Backend(adapter), "cpu")
+    with pytest.raises(Refused, match=reason):
+        launcher(replace(PROBLEM, spec=spec), RANDOM.inputs(PROBLEM))
+
+
+def test_the_plain_row_is_served() -> None:
+    assert str(Paged().support(PROBLEM.spec)) == "native"
+    assert str(Dense().support(PROBLEM.spec)) == "fallback(dense)"
+    assert (
+        str(Paged().support(replace(PROBLEM.spec, head_dim_qk=80)))
+        == "refused(head_dim_qk is not a power of two from 16)"
+    )
+
+
+def test_top_left_is_served_where_it_is_the_declared_rule() -> None:
+    adapter = Dense()
+    adapter.capabilities = replace(Dense.capabilities, causal=CausalRule.TOP_LEFT)
+    cell = parse("prefill/fp32/kv:40/q:5/block:16/pattern:all/causal:bottom_right")
+    record = judge(Launcher(Backend(adapter), "cpu"), "dense", cell)
+    assert record.verdict is Verdict.FALLBACK
+    assert record.converted == ["causal rule top_left"]
