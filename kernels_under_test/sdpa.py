@@ -17,7 +17,7 @@ from sacts.reference.spec import AttentionSpec, CausalRule, DType
 from .served import unserved
 
 _HALF = (DType.FP16, DType.BF16)
-# On CUDA the masked kernel that PyTorch prefers (memory-efficient) returns zeros for logits near -1e5: see
+# On CUDA PyTorch may choose cuDNN's kernel, which returns zeros for rows whose logits all lie near -1e5: see
 # docs/measurements.md.
 _BACKENDS = {"cuda": [SDPBackend.MATH], "cpu": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
 

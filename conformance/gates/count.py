@@ -79,8 +79,8 @@ def judge_count(
             "must be finite" if k else "but the row has no edge: out must be 0"
         )
     else:
-        slots, weights, mass = _probability_row(launcher, problem, inputs, token, head, k, hints)
-        gate, words = _explain(problem, slots, weights, mass, token, head, k)
+        slots, weights, lse = _probability_row(launcher, problem, inputs, token, head, k, hints)
+        gate, words = _explain(problem, slots, weights, (lse, float(expected.lse[token, head])), token, head, k)
         strip = _strip(problem, slots, weights, token, head, k)
     if not words:
         low, high = (float(x[token, head, channel]) for x in (expected.out_lo, expected.out_hi))
@@ -106,13 +106,13 @@ def _probed(problem: Problem, token: int, qo_head: int) -> tuple[Slots, int]:
 def _probability_row(
     launcher: Launcher, problem: Problem, inputs: Inputs, token: int, qo_head: int, k: int, hints: Hints
 ) -> tuple[Slots, Array, float]:
-    """The weight of each slot in one output row, and the denominator in units of one edge: e^lse (NaN without lse).
+    """The weight of each slot in one output row, and its lse (NaN where the backend has none).
 
     One launch shows d_v slots. Once the row's own slots explain the whole mass, the others are not looked at.
     """
     slots, own = _probed(problem, token, qo_head)
     channels = problem.spec.head_dim_vo
-    weights, mass = np.zeros(0), np.nan
+    weights, lse = np.zeros(0), np.nan
     while len(weights) < len(slots):
         if len(weights) >= own and weights.sum() > 1 - 0.5 / k:
             break
@@ -121,17 +121,25 @@ def _probability_row(
         v[part.page, part.offset, part.head, np.arange(len(part))] = 1.0
         observed = launcher(problem, inputs._replace(v=replace(inputs.v, data=v)), hints=hints)
         weights = np.concatenate((weights, observed.out[token, qo_head, : len(part)]))
-        mass = mass if observed.lse is None else float(np.exp(observed.lse[token, qo_head]))
-    return slots.take(slice(len(weights))), weights, mass
+        lse = lse if observed.lse is None else float(observed.lse[token, qo_head])
+    return slots.take(slice(len(weights))), weights, lse
 
 
 def _explain(
-    problem: Problem, slots: Slots, weights: Array, mass: float, token: int, qo_head: int, k: int
+    problem: Problem, slots: Slots, weights: Array, lse: tuple[float, float], token: int, qo_head: int, k: int
 ) -> tuple[Gate, str]:
-    """Compare the decoded row with the candidate list, in words; an empty text where nothing differs."""
+    """Compare the decoded row with the candidate list, in words; an empty text where nothing differs.
+
+    `lse`: observed and expected of the row. Weights that all vanish under too large an lse are the denominator's fault.
+    """
     expected = _expected_counts(problem, slots, token, qo_head)
     if not np.isfinite(weights).all():
         return Gate.COUNT, "its weights are not finite"
+    if not weights.any() and lse[0] > lse[1] + 1:
+        return Gate.LSE, (
+            f"its {k} weights vanish under an lse of {lse[0]:.7g}, expected {lse[1]:.7g}: "
+            f"the denominator counts more edges, the numerator {k}"
+        )
     inside = weights[expected > 0]
     unit = float(np.median(inside[inside > 0])) if (inside > 0).any() else float(weights.max(initial=0.0)) or 1.0
     times = weights / unit
@@ -154,7 +162,8 @@ def _explain(
     if parts:
         return Gate.COUNT, "; ".join(parts)
     if k and abs(total - 1) > 0.25 / k + 2 * FORMATS[problem.spec.dtype].u:
-        counted = f"; e^lse is {mass:.5g}" if np.isfinite(mass) else ""
+        with np.errstate(over="ignore"):
+            counted = f"; e^lse is {np.exp(lse[0]):.5g}" if np.isfinite(lse[0]) else ""
         return Gate.LSE, (
             f"its {k} weights are equal but sum to {total:.5g}: the denominator counts {k / total:.4g} edges, "
             f"the numerator {k}{counted}"
