@@ -34,6 +34,8 @@ def check(name: str) -> None:
             raise AdapterError(f"adapter {name!r}: there is no file {target}")
         return
     if attribute:
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))  # a console script does not look into the user's folder
         try:
             found = importlib.util.find_spec(target)
         except (ImportError, ValueError):

@@ -88,9 +88,10 @@ def test_a_printed_reproducer_runs_that_case_alone(tmp_path: Path) -> None:
 def test_an_adapter_file_in_the_users_folder_is_judged(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --nonsense\n")
     (tmp_path / "mine.py").write_text("from sacts.kernels_under_test.sdpa import Adapter as Mine\n")
-    done = sacts(tmp_path, "run", "-a", "mine.py:Mine", "-k", "kv:17")
-    assert done.returncode == records.EXIT_ACCEPTED, done.stderr
-    assert "1 fallback" in done.stdout
+    for name in ("mine.py:Mine", "mine:Mine"):
+        done = sacts(tmp_path, "run", "-a", name, "-k", "kv:17")
+        assert done.returncode == records.EXIT_ACCEPTED, done.stderr
+        assert "1 fallback" in done.stdout
 
 
 def test_matrix_list_prints_ids_that_parse_and_the_axes(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import keyword
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -15,6 +15,9 @@ from rich.text import Text
 from sacts.reports import records
 
 from .common import AdapterName, AsJson, Device, check_adapters, check_device, out, usage
+
+if TYPE_CHECKING:
+    from ..check import Check
 
 app = typer.Typer(no_args_is_help=True, help="Write an adapter for your backend, and check its contract.")
 TEMPLATES = Path(__file__).parent.parent / "templates"
@@ -60,10 +63,9 @@ def check(adapter: AdapterName, device: Device = "cpu", as_json: AsJson = False)
     raise typer.Exit(records.EXIT_ACCEPTED if result.accepted else records.EXIT_FAILURES)
 
 
-def _show(adapter: str, result: object) -> None:
-    from ..check import UNLOCKS, Check
+def _show(adapter: str, result: Check) -> None:
+    from ..check import UNLOCKS
 
-    assert isinstance(result, Check)
     if result.error:
         out.print(Text(result.error, "bold red"))
         return
