@@ -77,7 +77,7 @@ class Launcher:
         """What the backend declares for a spec. Raises AdapterRaised."""
         try:
             return self.backend.support(conventions.spec_for(spec, self.backend.capabilities))
-        except Exception as error:
+        except Exception as error:  # whatever an adapter raises is its own verdict
             raise AdapterRaised("support(spec)") from error
 
     def __call__(
@@ -207,7 +207,7 @@ class _Launch:
                 torch.cuda.synchronize(self.device)
         except Refused:
             raise
-        except Exception as error:
+        except Exception as error:  # likewise
             raise AdapterRaised("run(case)") from error
         return workspace, outputs
 

@@ -128,7 +128,7 @@ def _allowance(
     """
     edge = (group.counts > 0)[:, :, None]
     some = rows.state.l > 0
-    l = np.where(some, rows.state.l, 1.0)  # noqa: E741
+    l = np.where(some, rows.state.l, 1.0)
     lse = np.where(some, rows.lse, 0.0)
     s = np.where(edge, group.logits, 0.0)
     w = np.where(edge, np.exp(group.logits - lse[..., None]), 0.0)

@@ -22,7 +22,7 @@ class State(NamedTuple):
     """An un-normalised partial result: running maximum, sum of exponentials, weighted values."""
 
     m: Array
-    l: Array  # noqa: E741 - the field's name for the denominator
+    l: Array
     o: Array
 
 
@@ -34,7 +34,7 @@ def tile_state(logits: Array, v: Array, kept: Array | None = None) -> State:
     """
     lead, n = logits.shape[: v.ndim - 2], logits.shape[-1]
     z = logits.reshape(*lead, math.prod(logits.shape[v.ndim - 2 : -1]), 1, n)
-    m, l, o = edge_state(z, z[..., 0, :] > -np.inf, v, None if kept is None else kept.reshape(z.shape))  # noqa: E741
+    m, l, o = edge_state(z, z[..., 0, :] > -np.inf, v, None if kept is None else kept.reshape(z.shape))
     shape = logits.shape[:-1]
     return State(m.reshape(shape), l.reshape(shape), o.reshape(*shape, v.shape[-1]))
 
@@ -49,9 +49,9 @@ def edge_state(z: Array, edge: Bools, v: Array, kept: Array | None = None) -> St
     if edge.all() and n:
         m = z.max(axis=-1)
         p = np.exp(z - m[..., None])
-        l = p.sum(axis=-1)  # noqa: E741
+        l = p.sum(axis=-1)
     else:
-        m, l, p = _weights_of_edges(z.reshape(math.prod(lead) * r, g, n), edge.reshape(-1))  # noqa: E741
+        m, l, p = _weights_of_edges(z.reshape(math.prod(lead) * r, g, n), edge.reshape(-1))
     unused = ~np.asarray(edge.any(axis=-2))
     if not np.isfinite(v[unused]).all():
         v = np.where(unused[..., None], 0.0, v)
@@ -68,7 +68,7 @@ def _weights_of_edges(z: Array, edge: Bools) -> tuple[Array, Array, Array]:
     at = flat + (g - 1) * n * row + n * np.arange(g)[:, None]
     start = np.flatnonzero(np.diff(row, prepend=-1))
     some, length = row[start], np.diff(start, append=len(row))
-    m, l, p = np.full((rows, g), -np.inf), np.zeros((rows, g)), np.zeros(z.shape)  # noqa: E741
+    m, l, p = np.full((rows, g), -np.inf), np.zeros((rows, g)), np.zeros(z.shape)
     if len(flat):
         x = z.reshape(-1).take(at)
         highest = np.maximum.reduceat(x, start, axis=1)

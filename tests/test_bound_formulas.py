@@ -44,7 +44,7 @@ def written_out(row: Row, numerics: Numerics, walked: int) -> tuple[list[float],
     s = [SCALE * math.fsum(a * b for a, b in zip(row.q, key, strict=True)) for key in row.k]
     products = [SCALE * math.fsum(abs(a * b) for a, b in zip(row.q, key, strict=True)) for key in row.k]
     top = max(s)
-    l = math.fsum(math.exp(x - top) for x in s)  # noqa: E741
+    l = math.fsum(math.exp(x - top) for x in s)
     lse = top + math.log(l)
     w = [math.exp(x - lse) for x in s]
     m = max(map(abs, s))

@@ -107,7 +107,7 @@ def kernel(problem: Problem, numerics: Numerics, tile: int, splits: int, fault: 
         states = states[:-1] if fault == "the last split is lost" else states
         m = np.max([state[0] for state in states], axis=0)
         scales = [np.exp2(state[0] - m) for state in states]
-        l = sum(scale * state[1] for scale, state in zip(scales, states, strict=True))  # noqa: E741
+        l = sum(scale * state[1] for scale, state in zip(scales, states, strict=True))
         o = sum(scale[:, None] * state[2] for scale, state in zip(scales, states, strict=True))
         assert o.dtype == l.dtype == np.float32
         heads.append((o / l[:, None], (m + np.log2(l)) * np.float32(math.log(2))))
@@ -117,7 +117,7 @@ def kernel(problem: Problem, numerics: Numerics, tile: int, splits: int, fault: 
 
 def _split(z: Single, v: Single, numerics: Numerics, tile: int, fault: str) -> tuple[Single, Single, Single]:
     m = np.full(len(z), -np.inf, np.float32)
-    l, o = np.zeros(len(z), np.float32), np.zeros((len(z), v.shape[1]), np.float32)  # noqa: E741
+    l, o = np.zeros(len(z), np.float32), np.zeros((len(z), v.shape[1]), np.float32)
     for start in range(0, z.shape[1], tile):
         part = z[:, start : start + tile]
         m_new = np.maximum(m, part.max(axis=1))
@@ -125,7 +125,7 @@ def _split(z: Single, v: Single, numerics: Numerics, tile: int, fault: str) -> t
         scale = np.exp2(m - m_new)
         scale_o = np.ones_like(scale) if fault == "o is not rescaled" and start else scale
         cast_p = cast(p, numerics.p)
-        l = scale * l + (cast_p if numerics.l_sums_cast_p else p).sum(axis=1)  # noqa: E741
+        l = scale * l + (cast_p if numerics.l_sums_cast_p else p).sum(axis=1)
         o = scale_o[:, None] * o + cast_p @ v[start : start + tile]
         m = m_new
     return m, l, o

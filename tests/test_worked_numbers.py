@@ -181,7 +181,7 @@ def test_3_a_multiset_without_repeats_is_a_set() -> None:
 # --- 7: the merge of two splits
 
 
-def state(m: float, l: float, o: float) -> State:  # noqa: E741
+def state(m: float, l: float, o: float) -> State:
     return State(np.array(m), np.array(l), np.array([o]))
 
 
@@ -385,10 +385,7 @@ def test_27_four_splits_of_29_tiles_or_264_tiles_of_one_page() -> None:
 
 
 def test_21_four_splits_merge_to_17_846() -> None:
-    merged = merge_all(
-        state(m, l, 1.0)
-        for m, l in zip((8, 7, 9, 6), (12, 18, 10, 20), strict=True)  # noqa: E741
-    )
+    merged = merge_all(state(m, l, 1.0) for m, l in zip((8, 7, 9, 6), (12, 18, 10, 20), strict=True))
     assert float(merged.m) == 9
     assert float(merged.l) == pytest.approx(17.846, abs=5e-4)
     assert float(merged.l) == pytest.approx(12 / math.e + 18 / math.e**2 + 10 + 20 / math.e**3, rel=1e-14)

@@ -76,7 +76,7 @@ def attention_kernel(
         q = q.to(tl.float32)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    l = tl.zeros([BLOCK_M], tl.float32)
     o = tl.zeros([BLOCK_M, HEAD_DIM_VO], tl.float32)
     for begin in range(first, last, BLOCK_N):
         slot = begin + tl.arange(0, BLOCK_N)
@@ -102,7 +102,7 @@ def attention_kernel(
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(z - base[:, None])
         rescale = tl.exp2(m - base)
-        l = l * rescale + tl.sum(p, 1)  # noqa: E741
+        l = l * rescale + tl.sum(p, 1)
         v_slot = v_ptr + page * stride_v_page + offset * stride_v_token + kv_head * stride_v_head
         v = tl.load(v_slot[:, None] + dim_vo[None, :], mask=valid[:, None], other=0.0)
         if UPCAST:
@@ -144,7 +144,7 @@ def merge_kernel(
     inside = out_row < num_heads
     dim_vo = tl.arange(0, HEAD_DIM_VO)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    l = tl.zeros([BLOCK_M], tl.float32)
     o = tl.zeros([BLOCK_M, HEAD_DIM_VO], tl.float32)
     for split in range(num_splits):
         part = out_row * num_splits + split
@@ -156,7 +156,7 @@ def merge_kernel(
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         rescale = tl.exp2(m - base)
         scale = tl.exp2(m_split - base)
-        l = l * rescale + l_split * scale  # noqa: E741
+        l = l * rescale + l_split * scale
         o = o * rescale[:, None] + o_split * scale[:, None]
         m = m_new
     some = l > 0
