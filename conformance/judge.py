@@ -103,7 +103,8 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
             sheet.gates[finding.gate] = "fail"
             return sheet.close(Verdict.FAIL, finding.sentence, finding)
         sheet.gates.setdefault(gate, "pass")
-    sheet.gates[Gate.MERGE] = "pass" if problem.hints.num_splits > 1 else NOT_APPLICABLE
+    split = problem.hints.num_splits > 1 and support.status == "native"  # a fallback need not split at all
+    sheet.gates[Gate.MERGE] = "pass" if split else NOT_APPLICABLE
     if not (intervals.could_have_failed(random.expected) and sensitive(count.expected)):
         return sheet.close(Verdict.UNTRUSTED, "this case could not have failed: its bounds are wider than its faults")
     return sheet.close(Verdict.FALLBACK if support.status == "fallback" else Verdict.PASS)
@@ -119,13 +120,12 @@ def _judge_refusal(launcher: Launcher, problem: Problem, support: Support, sheet
     raise ContractBroken(f"support declared {support}, but run returned numbers", "support")
 
 
-def _stage(launcher: Launcher, problem: Problem, probe: Probe, hints: Hints | None = None) -> Stage:
+def _stage(launcher: Launcher, problem: Problem, probe: Probe) -> Stage:
     inputs = probe.inputs(problem)
     numerics = launcher.backend.capabilities.numerics_of(problem.spec.dtype)
     numerics = replace(numerics, splits=numerics.splits or problem.hints.num_splits > 1)
     right = expected(problem.spec, inputs, problem.table, problem.candidates, numerics, probe.exactness(problem))
-    hints = hints or problem.hints
-    return Stage(problem, inputs, right, launcher(problem, inputs, hints=hints), hints)
+    return Stage(problem, inputs, right, launcher(problem, inputs), problem.hints)
 
 
 def _findings(launcher: Launcher, count: Stage, random: Stage, sheet: _Sheet) -> Iterator[tuple[Gate, Finding | None]]:

@@ -184,3 +184,10 @@ def test_wrong_members_are_named() -> None:
     with pytest.raises(TypeError, match="capabilities must be a Capabilities, got dict"):
         Backend(type("A", (), {"run": print, "capabilities": {}})())
     assert Backend(type("A", (), {"run": print})()).capabilities == Capabilities()
+
+
+def test_a_fallback_that_need_not_split_does_not_pass_for_a_merge() -> None:
+    splits = "decode/fp32/kv:40/splits:2/tile:16"
+    assert record_of(Bent(lambda c, o: o), splits).gates[Gate.MERGE] == "not applicable"
+    native = record_of(Bent(lambda c, o: replace(o, path=None), NATIVE), splits)
+    assert (native.verdict, native.gates[Gate.MERGE]) == (Verdict.PASS, "pass")
