@@ -19,6 +19,7 @@ from .candidates import ValidatedCandidates
 from .edges import Edges, attended
 from .keys import SMALL, KeyStore, norm, store_of
 from .paging import PagedCache, PageTable
+from .runs import runs
 from .spec import AttentionSpec, CandidateKind
 
 Array = NDArray[np.float64]
@@ -46,9 +47,9 @@ class Group:
     All of one request. rows [b, r]: candidate rows; qo_heads [b, g]; key_position [b, S] and query_position [b, r]:
     what position-dependent terms use, logical position or ordinal; q [b, r, g, d_qk], k [b, S, d_qk] (both turned by
     RoPE), v [b, S, d_vo]; K and V are zero where no row attends; counts [b, r, S]: 0 where (row, key) is no edge after
-    all masks; z [b, r, g, S]: logits with + ln(count) but without masks, junk where there is no edge; slots [b, r]:
-    slots that the candidate entries name. product_bound [b, r, g]: at least |sm_scale| sum_c |q_c k_jc| of each edge j;
-    largest_v [b, d_vo]: at least |v_j| of each.
+    all masks (a byte each where the kind repeats no edge); z [b, r, g, S]: logits with + ln(count) but without masks,
+    junk where there is no edge; slots [b, r]: slots that the candidate entries name. product_bound [b, r, g]: at least
+    |sm_scale| sum_c |q_c k_jc| of each edge j; largest_v [b, d_vo]: at least |v_j| of each.
     """
 
     request: int
@@ -77,12 +78,15 @@ class Group:
 
 
 class _Batch(NamedTuple):
-    """rows [b, r]; key [b, S]: places in the store, None for all of it; key_position [b, S]; counts [b, r, S]."""
+    """rows [b, r]; key [b, S]: places in the store, None for all of it; key_position [b, S]; counts [b, r, S];
+    longest [b, r]: the largest norm of an attended key, where it is known already.
+    """
 
     rows: Ints
     key: Ints | None
     key_position: Ints
     counts: Ints
+    longest: Array | None = None
 
 
 def groups(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: ValidatedCandidates) -> Iterator[Group]:
@@ -121,12 +125,29 @@ def _dense(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) -> 
     starts = np.searchsorted(edges.row, rows[::query_step, 0])
     for query, start, stop in zip(range(0, queries, query_step), starts, [*starts[1:], len(edges.row)], strict=True):
         chosen, part = rows[query : query + query_step], edges.part(int(start), int(stop))
-        counts = np.zeros((*chosen.shape, keys), np.int64)
-        counts.reshape(-1, keys)[part.row - chosen[0, 0], store.place[part.t]] = part.multiplicity
+        row, place = part.row - chosen[0, 0], store.place[part.t]
+        counts = np.zeros((*chosen.shape, keys), _count_type(spec))
+        counts.reshape(-1, keys)[row, place] = part.multiplicity
+        longest = _largest_by_row(row, store.norm_k[place * heads + part.row % heads], chosen.size)
+        longest = longest.reshape(chosen.shape)
         for head in range(0, heads, head_step):
-            some = chosen[:, head : head + head_step].T
-            t = np.broadcast_to(store.t, (len(some), keys))
-            yield _Batch(some, None, t, counts[:, head : head + head_step].swapaxes(0, 1))
+            some = slice(head, head + head_step)
+            t = np.broadcast_to(store.t, (len(chosen[0, some]), keys))
+            yield _Batch(chosen[:, some].T, None, t, counts[:, some].swapaxes(0, 1), longest[:, some].T)
+
+
+def _count_type(spec: AttentionSpec) -> type[np.integer]:
+    """Counts are the largest array but the logits; where none exceeds 1, a byte each will do."""
+    return np.int64 if spec.candidate_kind is CandidateKind.MULTISET else np.int8
+
+
+def _largest_by_row(row: Ints, values: Array, rows: int) -> Array:
+    """The largest of the values of each row, 0 for a row without any; `row` is sorted."""
+    result = np.zeros(rows)
+    start, _ = runs(row)
+    if len(start):
+        result[row[start]] = np.maximum.reduceat(values, start)
+    return result
 
 
 def _gathered(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) -> Iterator[_Batch]:
@@ -140,7 +161,7 @@ def _gathered(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) 
         step = max(1, MAX_GATHERED // (width * (spec.head_dim_qk + spec.head_dim_vo)))
         length, slot = lengths[at : at + step, None], np.arange(width)
         edge = starts[at : at + step, None] + np.minimum(slot, length - 1)
-        counts = np.where(slot < length, edges.multiplicity[edge], 0)[:, None]
+        counts = np.where(slot < length, edges.multiplicity[edge], 0)[:, None].astype(_count_type(spec))
         yield _Batch(rows[at : at + step, None], store.place[edges.t[edge]], edges.key_position[edge], counts)
         at += step
 
@@ -151,8 +172,8 @@ def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Ar
     keys = store.all(kv_heads) if batch.key is None else store.some(batch.key, kv_heads)
     edge = batch.counts > 0
     with np.errstate(over="ignore", invalid="ignore"):
-        longest = (edge * keys.norm_k[:, None]).max(axis=-1)[..., None]
-        product_bound = max(abs(spec.sm_scale), LEAST_SCALE) * norm(q) * longest
+        longest = (edge * keys.norm_k[:, None]).max(axis=-1) if batch.longest is None else batch.longest
+        product_bound = max(abs(spec.sm_scale), LEAST_SCALE) * norm(q) * longest[..., None]
     query_position = edges.query_position[batch.rows]
     k = keys.k
     if spec.rope:

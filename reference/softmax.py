@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .runs import runs
+
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -66,8 +68,8 @@ def _weights_of_edges(z: Array, edge: Bools) -> tuple[Array, Array, Array]:
     flat = np.flatnonzero(edge)
     row = flat // max(n, 1)
     at = flat + (g - 1) * n * row + n * np.arange(g)[:, None]
-    start = np.flatnonzero(np.diff(row, prepend=-1))
-    some, length = row[start], np.diff(start, append=len(row))
+    start, length = runs(row)
+    some = row[start]
     m, l, p = np.full((rows, g), -np.inf), np.zeros((rows, g)), np.zeros(z.shape)
     if len(flat):
         x = z.reshape(-1).take(at)

@@ -23,7 +23,7 @@ from sacts.reference.paging import (
     copy_on_write,
     share_prefix,
 )
-from sacts.reference.spec import AttentionSpec, DType
+from sacts.reference.spec import AttentionSpec, CandidateKind, Dropout, DType, RoPE
 
 SPEC = AttentionSpec(
     num_qo_heads=2,
@@ -217,6 +217,38 @@ def test_an_alias_at_another_logical_page_is_a_key_of_its_own() -> None:
     assert (found.out == expected.out).all()
     assert (found.lse == expected.lse).all()
     np.testing.assert_allclose(found.lse[0], once.lse[0] + np.log(2), rtol=1e-14)
+
+
+physical_pages = st.lists(st.integers(0, 3), min_size=3, max_size=3)
+TERMS = (
+    SPEC,
+    replace(SPEC, rope=RoPE(4), alibi_slopes=(0.5, 0.1), dropout=Dropout(0.3, 5)),
+    replace(SPEC, rope=RoPE(4), candidate_kind=CandidateKind.MULTISET),
+    replace(SPEC, rope=RoPE(4), candidate_kind=CandidateKind.SEQUENCE),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(physical_pages, physical_pages, st.sampled_from(TERMS), st.data())
+def test_whatever_pages_share_storage_the_result_is_that_of_private_copies(
+    first: list[int], second: list[int], spec: AttentionSpec, data: st.DataObject
+) -> None:
+    """Aliases within a request and between two; a copy of each reference, where no page is used twice, decides."""
+    rows = [
+        data.draw(st.lists(st.integers(0, t - 1), unique=spec.candidate_kind is not CandidateKind.MULTISET))
+        for t in spec.seq_lens
+    ]
+    aliased = PageTable(np.array([first, second]), 4, 4, (frozenset(first), frozenset(second)))
+    private = PageTable(np.arange(6).reshape(2, 3), 4, 6, (frozenset(range(3)), frozenset(range(3, 6))))
+    values = inputs(spec)
+    shared = Inputs(values.q, *(PagedCache(np.arange(4), each.data[:4]) for each in (values.k, values.v)))
+    copies = Inputs(values.q, *(PagedCache(np.arange(6), each.data[first + second]) for each in (values.k, values.v)))
+    for found, expected in zip(
+        forward(spec, shared, aliased, validate(spec, lists(*rows), aliased)),
+        forward(spec, copies, private, validate(spec, lists(*rows), private)),
+        strict=True,
+    ):
+        assert (found == expected).all()
 
 
 def test_a_write_to_a_shared_page_goes_to_a_copy_and_the_other_request_sees_nothing() -> None:
