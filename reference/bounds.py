@@ -7,23 +7,24 @@ hold for any order of tiles and splits. `Exactness` switches terms off where an 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import epilogues, scores
+from . import epilogues
 from .candidates import ValidatedCandidates
 from .formats import FORMATS, round_to
-from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups
+from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups, kept_factors
+from .logit_bounds import U32, gamma, logit_error, weight_error
 from .numerics import Numerics
 from .paging import PageTable
-from .spec import AttentionSpec, DType, EpilogueKind
+from .spec import AttentionSpec, CandidateKind, Epilogue, EpilogueKind
 
 Array = NDArray[np.float64]
 
 U64 = 2.0**-53
-U32 = FORMATS[DType.FP32].u
 FLUSH = 2.0**-126  # the smallest normal FP32: results below it may be flushed to zero
 MAX_RHO = 0.5  # beyond this relative error of the denominator there is no bound
 
@@ -64,13 +65,6 @@ class Expected:
     trusted: NDArray[np.bool_]
 
 
-def gamma(n: NDArray[np.int64] | int) -> Array:
-    """Accumulation of n terms: |fl(sum) - sum| <= gamma(n) * sum |terms| for any FP32 order, rounded to nearest or to
-    zero, and for 16-bit tensor cores from Ampere on (GATES.md section 2).
-    """
-    return (np.asarray(n, np.float64) + 2) * 2.0**-23
-
-
 def expected(
     spec: AttentionSpec,
     inputs: Inputs,
@@ -87,6 +81,9 @@ def expected(
     out, lse = empty_result(spec)
     half_width, edges = np.zeros_like(out), np.zeros(lse.shape, np.int64)
     lse_bound, trusted = np.zeros_like(lse), np.full(lse.shape, True)
+    if spec.sink_logits:
+        lse_bound += _log_error(1.0, lse, lse)
+    exactness = _provable(spec, exactness)
     for group in groups(spec, inputs, table, candidates):
         rows = evaluate(spec, group)
         width, log_width, trust = _allowance(spec, group, rows, numerics, exactness)
@@ -96,28 +93,80 @@ def expected(
             (half_width, width),
             (edges, group.counts.sum(-1)[..., None]),
             (lse_bound, log_width),
-            (trusted, trust & (group.counts.max(-1, initial=0) <= 1)[..., None]),
+            (trusted, trust),
         ):
             by_row(spec, total)[group.rows] = part
-    trusted &= _derived(spec)
     half_width[~trusted], lse_bound[~trusted] = np.inf, np.inf
-    out, _ = epilogues.apply(spec.epilogue, out, half_width, gate)
-    low, high = (round_to(x, numerics.out) for x in (out - half_width, out + half_width))
+    out, half_width, low, high = _through_epilogue(spec.epilogue, out, half_width, gate, numerics)
+    low, high = round_to(low, numerics.out), round_to(high, numerics.out)
     return Expected(out, half_width, low, high, lse, lse_bound, edges, trusted)
 
 
-def _derived(spec: AttentionSpec) -> bool:
-    """Whether the bounds cover every term of the spec: GATES.md section 8 lists those still to be derived."""
-    underived = (
-        spec.rope,
-        spec.logits_soft_cap,
-        spec.alibi_slopes,
-        spec.buckets,
-        spec.sink_logits,
-        spec.dropout,
-        spec.epilogue.kind is not EpilogueKind.NONE,
-    )
-    return not any(underived)
+def _provable(spec: AttentionSpec, exactness: Exactness) -> Exactness:
+    """What is left of a family's promise under the terms of a spec: a bias or a count makes logits differ, a sink
+    moves the maximum, and dropout scales P.
+    """
+    if spec.alibi_slopes or spec.buckets or spec.candidate_kind is CandidateKind.MULTISET:
+        return GENERIC
+    if spec.sink_logits or spec.dropout:
+        return replace(exactness, zero_logits=False, exact_sums=False)
+    return exactness
+
+
+def _through_epilogue(
+    epilogue: Epilogue, out: Array, half_width: Array, gate: Array | None, numerics: Numerics
+) -> tuple[Array, Array, Array, Array]:
+    """out, half-width, and both ends of the interval after the epilogue, before the output rounding."""
+    low, high = out - half_width, out + half_width
+    if epilogue.kind is not EpilogueKind.NONE:
+        out, _ = epilogues.apply(epilogue, out, np.zeros_like(out), gate)
+        low, high = (round_to(x, numerics.epilogue) for x in (low, high))
+        low, high = epilogues.interval(epilogue, low, high, gate, numerics.u_function)
+        half_width = np.maximum(high - out, out - low)
+    return out, half_width, low, high
+
+
+class _Mass(NamedTuple):
+    """What the edges of a group weigh: w_j, a_j / (1 - p), and eta_j, all 0 where there is no edge [b, r, g, S];
+    `mean_eta` [b, r, g]: sum w_j eta_j, the sink's share included.
+    """
+
+    w: Array
+    kept: Array
+    eta: Array
+    mean_eta: Array
+
+
+def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: Numerics, exactness: Exactness) -> _Mass:
+    edge = group.edge[:, :, None]
+    s = np.where(edge, group.z, 0.0)
+    w = np.exp(group.logits - lse[..., None])
+    rescales = _rescales(spec, group, numerics)
+    sinks = np.asarray(spec.sink_logits or (0.0,) * spec.num_qo_heads)[group.qo_heads][:, None]
+    if exactness.equal_logits:
+        eta = _equal_weight_error(top, lse, numerics)
+        if spec.sink_logits:
+            eta = eta + numerics.u_exp + 10 * U32 * np.maximum(np.abs(top), np.abs(sinks))
+        eta = np.where(edge, eta[..., None], 0.0)
+    else:
+        error = logit_error(spec, group, numerics)
+        eta = np.where(edge, weight_error(s, error, top, lse, rescales, numerics), 0.0)
+    mean_eta = (w * eta).sum(-1)
+    if spec.sink_logits:
+        sink = np.broadcast_to(sinks, lse.shape)[..., None]
+        eta_sink = weight_error(sink, U32 * np.abs(sink), top, lse, np.ones_like(rescales), numerics)
+        mean_eta = mean_eta + (np.exp(sink - lse[..., None]) * eta_sink)[..., 0]
+    kept = kept_factors(spec, group)
+    if kept is None:
+        return _Mass(w, np.broadcast_to(edge * 1.0, w.shape), eta, mean_eta)
+    return _Mass(w, edge * kept, eta + 2 * U32 * edge, mean_eta)
+
+
+def _equal_weight_error(top: Array, lse: Array, numerics: Numerics) -> Array:
+    """eta of equal logits, which no rescale rounds: the exponential, and the merge of splits."""
+    own = 0.0 if numerics.unit_p else numerics.u_exp
+    from_lse = 0.0 if numerics.merges_states else 8 * U32
+    return own + (from_lse * np.abs(lse) + numerics.u_exp + 4 * U32) * numerics.splits
 
 
 def _allowance(
@@ -126,33 +175,27 @@ def _allowance(
     """B' [b, r, g, d_vo] before the output rounding, the lse bound [b, r, g], and where they hold; GATES.md section 2,
     and the reference's own error.
     """
-    edge = (group.counts > 0)[:, :, None]
     some = rows.state.l > 0
-    l = np.where(some, rows.state.l, 1.0)
-    lse = np.where(some, rows.lse, 0.0)
-    s = np.where(edge, group.logits, 0.0)
-    w = np.where(edge, np.exp(group.logits - lse[..., None]), 0.0)
+    l, lse, top = (np.where(some, x, empty) for x, empty in ((rows.state.l, 1.0), (rows.lse, 0.0), (rows.state.m, 0.0)))
     k = group.counts.sum(-1)[..., None]  # terms of a kernel that visits repeats one by one
     abs_v = np.abs(group.v)[:, None]
-    largest = np.abs(s).max(axis=-1, initial=0.0)
+    w, kept, eta, mean_eta = _mass(spec, group, top, lse, numerics, exactness)
 
-    eta = np.where(edge, _weight_error(spec, group, s, lse, largest, k, numerics, exactness), 0.0)
     p, part = FORMATS[numerics.p], FORMATS[numerics.partial]
     u_p, a_p = (0.0, 0.0) if exactness.zero_logits and numerics.unit_p else (p.u, p.a)
     sums = np.zeros(k.shape) if exactness.exact_sums and numerics.unit_p else gamma(k)
     cast_l = (u_p + a_p * k / l) if numerics.l_sums_cast_p else np.zeros(l.shape)
-    rescale = 0.0 if exactness.equal_logits else _rescales(spec, group, k, numerics) * U32
+    rescale = 0.0 if exactness.equal_logits and not spec.sink_logits else _rescales(spec, group, numerics) * U32
     u_part, a_part = (part.u, part.a) if numerics.splits else (0.0, 0.0)
 
-    mean_eta = (w * eta).sum(-1)
     rho = mean_eta + sums + cast_l
     trusted = rho < MAX_RHO
     rho = np.where(trusted, rho, 0.0)
-    abs_sum = w @ abs_v  # A
-    plain_sum = np.where(edge, 1.0, 0.0) @ abs_v
+    abs_sum = (w * kept) @ abs_v  # A
+    plain_sum = kept @ abs_v
     abs_out = np.abs(rows.out)
     half_width = (
-        (w * eta) @ abs_v
+        (w * kept * eta) @ abs_v
         + abs_out * mean_eta[..., None]  # logits, exponential, rescale, merge
         + u_p * (abs_out if exactness.equal_logits else abs_sum)  # cast of P: equal P share one rounding error
         + (a_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
@@ -162,49 +205,23 @@ def _allowance(
         + a_part  # split partials
         + FLUSH * (2 + plain_sum / np.minimum(l, 1.0)[..., None])
     ) / (1 - rho)[..., None]
-    log_error = 2 * (2.0**-21 + 4 * U32 * (np.abs(np.log(l)) + np.abs(lse) + largest)) + U32 * np.abs(lse)
-    lse_bound = rho / (1 - rho) + log_error
     own = rows.own_error
     own_out = U64 * abs_out if exactness.equal_logits and exactness.exact_sums else own.out
     return (
         np.where(some[..., None], half_width + own_out, 0.0),
-        np.where(some, lse_bound + own.lse, 0.0),
+        np.where(some, rho / (1 - rho) + _log_error(l, lse, top) + own.lse, 0.0),
         (trusted & own.in_range) | ~some,
     )
 
 
-def _rescales(spec: AttentionSpec, group: Group, k: NDArray[np.int64], numerics: Numerics) -> NDArray[np.int64]:
-    """R: tiles that can raise the running maximum, at most one per edge."""
+def _log_error(l: Array | float, lse: Array, top: Array) -> Array:
+    """Of m + ln l, for an exact l: a logarithm, products with ln 2, a sum."""
+    return 2 * (2.0**-21 + 4 * U32 * (np.abs(np.log(l)) + np.abs(lse) + np.abs(top))) + U32 * np.abs(lse)
+
+
+def _rescales(spec: AttentionSpec, group: Group, numerics: Numerics) -> NDArray[np.int64]:
+    """R [b, r, 1]: tiles that can raise the running maximum, at most one per edge, and the sink."""
+    k = group.counts.sum(-1)[..., None]
     slots = np.full(k.shape, spec.seq_lens[group.request]) if numerics.dense else group.slots[..., None]
-    return np.minimum(k, -(-slots // numerics.min_tile))
-
-
-def _weight_error(
-    spec: AttentionSpec,
-    group: Group,
-    s: Array,
-    lse: Array,
-    largest: Array,
-    k: NDArray[np.int64],
-    numerics: Numerics,
-    exactness: Exactness,
-) -> Array:
-    """eta [b, r, g, S]: relative error of each un-normalised weight."""
-    merge_size = np.maximum(np.abs(lse), largest)[..., None]
-    if exactness.equal_logits:
-        from_lse = 0.0 if numerics.merges_states else 8 * U32
-        merge = from_lse * np.abs(lse)[..., None] + numerics.u_exp + 4 * U32
-        own = 0.0 if numerics.unit_p else numerics.u_exp
-        return np.broadcast_to(own + merge * numerics.splits, s.shape)
-    products = scores.logits(np.abs(group.q), np.abs(group.k), spec.sm_scale)  # S
-    largest = largest[..., None]
-    logit = (gamma(group.q.shape[-1]) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(s)
-    rescales = _rescales(spec, group, k, numerics)[..., None]
-    eta: Array = (
-        logit
-        + 4 * U32 * (np.abs(s) + largest)
-        + numerics.u_exp
-        + rescales * (numerics.u_exp + 2 * U32)
-        + 6 * U32 * largest
-    )
-    return eta + (numerics.u_exp + 8 * U32 * merge_size + 4 * U32 if numerics.splits else 0.0)
+    tiles: NDArray[np.int64] = np.minimum(k, -(-slots // numerics.min_tile)) + bool(spec.sink_logits)
+    return tiles

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from .formats import round_to
-from .spec import Epilogue, EpilogueKind, Nonlinearity
+from .formats import FORMATS, round_to
+from .spec import DType, Epilogue, EpilogueKind, Nonlinearity
 
 Array = NDArray[np.float64]
 
+U32 = FORMATS[DType.FP32].u
 EVALUATION = 2.0**-48  # relative error of the functions below in FP64, with room
 
 FUNCTIONS: dict[Nonlinearity, Callable[[Array], Array]] = {
@@ -51,3 +52,31 @@ def _rounded(epilogue: Epilogue, x: Array) -> Array:
     largest = 2 ** (epilogue.bits - 1) - 1
     rounded: Array = np.clip(np.rint(x / epilogue.scale), -largest, largest) * epilogue.scale
     return rounded
+
+
+SILU_LEAST_AT = -1.2784645427610738  # where x sigmoid(x) is least
+
+
+def interval(epilogue: Epilogue, low: Array, high: Array, gate: Array | None, u: float) -> tuple[Array, Array]:
+    """What a kernel may write where the out that it reads lies in [low, high]: both ends [tokens, heads, d_vo].
+
+    `u`: error of its function, relative to the larger of |f(x)| and min(|x|, 1); products round in FP32.
+    """
+    if epilogue.kind is EpilogueKind.GATE:
+        assert gate is not None
+        ends = np.sort([low * gate, high * gate], axis=0)
+        error = U32 * np.abs(ends)
+        return ends[0] - error[0], ends[1] + error[1]
+    if epilogue.function is None:
+        slack = 2 * U32 if epilogue.kind is EpilogueKind.LOW_BIT else 0.0  # out / scale, and code * scale
+        low, high = _rounded(epilogue, low - slack * np.abs(low)), _rounded(epilogue, high + slack * np.abs(high))
+        return low - slack * np.abs(low), high + slack * np.abs(high)
+    function = FUNCTIONS[epilogue.function]
+    points = [low, high]
+    if epilogue.function is Nonlinearity.SILU:
+        points.append(np.clip(SILU_LEAST_AT, low, high))
+    values = np.array([function(x) for x in points])
+    errors = np.array(
+        [u * np.maximum(np.abs(f), np.minimum(np.abs(x), 1.0)) for f, x in zip(values, points, strict=True)]
+    )
+    return (values - errors).min(axis=0), (values + errors).max(axis=0)

@@ -101,14 +101,14 @@ def forward(
 
 def evaluate(spec: AttentionSpec, group: Group) -> Rows:
     """One group, before the epilogue."""
-    state = softmax.edge_state(group.z, group.edge, group.v, _kept(spec, group))
+    state = softmax.edge_state(group.z, group.edge, group.v, kept_factors(spec, group))
     if spec.sink_logits:
         state = softmax.with_sink(state, np.asarray(spec.sink_logits)[group.qo_heads][:, None])
     out, lse = softmax.finish(state)
     return Rows(state, out, lse, estimate(spec, group, out, lse))
 
 
-def _kept(spec: AttentionSpec, group: Group) -> Array | None:
+def kept_factors(spec: AttentionSpec, group: Group) -> Array | None:
     """a_j / (1 - p) of each edge: [b, r, g, S]."""
     if spec.dropout is None:
         return None

@@ -27,6 +27,14 @@ class Numerics:
     unit_p: where all logits of a row are equal, every P is exactly 1, before and after its cast. False for an
         exponential with exp(0) != 1, and for a backend that divides P by l before the cast.
     dense: tiles walk the whole KV range, not only the slots that the candidate entries name.
+
+    Of terms that not every spec has (docs/bounds.md):
+    reconstructed: format that K and V are rounded to after code * scale (FP32: no second rounding).
+    rotated: format that q and K are rounded to after RoPE (FP32: none). u_freq: relative error of a RoPE frequency but
+        the first, which is 1; u_angle: of position * frequency; u_sin: absolute error of sine and cosine.
+    u_tanh: absolute error of the tanh of the soft cap.
+    epilogue: format of the out that the epilogue reads. u_function: error of the epilogue's function, relative to the
+        larger of |f(x)| and min(|x|, 1).
     """
 
     p: DType
@@ -40,6 +48,14 @@ class Numerics:
     merges_states: bool = False
     unit_p: bool = False
     dense: bool = False
+    reconstructed: DType = DType.FP32
+    rotated: DType = DType.FP32
+    u_freq: float = 2.0**-19
+    u_angle: float = 2.0**-23
+    u_sin: float = 2.0**-21
+    u_tanh: float = 2.0**-21
+    epilogue: DType = DType.FP32
+    u_function: float = 2.0**-20
 
     @classmethod
     def default(cls, dtype: DType) -> Numerics:

@@ -28,18 +28,26 @@ def logits(q: Array, k: Array, sm_scale: float) -> Array:
 
 def rotate(x: Array, positions: ArrayLike, rope: RoPE) -> Array:
     """RoPE: x [..., d] turned by its positions [...]; channels from rotary_dim on are left as they are."""
-    half = rope.rotary_dim // 2
-    frequency = rope.base ** (-2 * np.arange(half) / rope.rotary_dim)
-    angle = np.asarray(positions, np.float64)[..., None] * frequency
-    if rope.layout is RopeLayout.INTERLEAVED:
-        first, second = slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
-    else:
-        first, second = slice(0, half), slice(half, rope.rotary_dim)
+    angle = np.asarray(positions, np.float64)[..., None] * frequencies(rope)
+    first, second = pairs(rope)
     cos, sin = np.cos(angle), np.sin(angle)
     turned = np.array(np.broadcast_to(x, np.broadcast_shapes(x.shape, (*angle.shape[:-1], 1))))
     turned[..., first] = x[..., first] * cos - x[..., second] * sin
     turned[..., second] = x[..., second] * cos + x[..., first] * sin
     return turned
+
+
+def frequencies(rope: RoPE) -> Array:
+    """Angle of each pair per unit of position: [rotary_dim / 2]."""
+    frequency: Array = rope.base ** (-2 * np.arange(rope.rotary_dim // 2) / rope.rotary_dim)
+    return frequency
+
+
+def pairs(rope: RoPE) -> tuple[slice, slice]:
+    """The channels that are the first and the second of their pairs."""
+    if rope.layout is RopeLayout.INTERLEAVED:
+        return slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
+    return slice(0, rope.rotary_dim // 2), slice(rope.rotary_dim // 2, rope.rotary_dim)
 
 
 def soft_cap(z: Array, cap: float) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -16,10 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
-from sacts.reference.bounds import expected
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
 from sacts.reference.forward import Branch, EmptyRowError, Forward, Inputs, edges, forward, forward_branches
-from sacts.reference.numerics import Numerics
 from sacts.reference.paging import PagedCache, PageTable
 from sacts.reference.spec import (
     AttentionSpec,
@@ -31,7 +28,6 @@ from sacts.reference.spec import (
     Epilogue,
     EpilogueKind,
     Nonlinearity,
-    RelativeBuckets,
     RoPE,
     Row,
 )
@@ -257,37 +253,6 @@ def test_dropout_averages_to_the_undropped_output() -> None:
     total = np.mean([run(replace(SPEC, dropout=Dropout(0.4, seed))).out for seed in range(200)], axis=0)
     assert np.abs(total - PLAIN.out).max() < 0.45
     np.testing.assert_array_equal(run(replace(SPEC, dropout=Dropout(0.4, 1))).lse, PLAIN.lse)
-
-
-# --- what may be judged
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope": RoPE(8)},
-        {"logits_soft_cap": 5.0},
-        {"alibi_slopes": (1.0,) * 4},
-        {"buckets": RelativeBuckets((0, 2), ((0.0, 1.0),) * 4)},
-        {"sink_logits": (0.0,) * 4},
-        {"dropout": Dropout(0.0, 0)},
-        {"epilogue": Epilogue(EpilogueKind.NONLINEAR, function=Nonlinearity.TANH)},
-    ],
-)
-def test_nothing_is_judged_by_a_term_whose_bound_is_not_derived(changes: dict[str, object]) -> None:
-    spec = replace(SPEC, **changes)  # type: ignore[arg-type]
-    judged = expected(spec, inputs_of(spec), TABLE, lists_of(spec, LISTS), Numerics.default(DType.BF16))
-    assert not judged.trusted.any()
-    assert (judged.out_lo == -math.inf).all()
-    assert (judged.lse_bound == math.inf).all()
-    np.testing.assert_array_equal(judged.out, run(spec).out)
-
-
-def test_only_rows_with_a_repeat_are_left_unjudged_in_a_multiset() -> None:
-    spec = replace(SPEC, candidate_kind=CandidateKind.MULTISET)
-    lists = lists_of(spec, [[3, 0, 3], *LISTS[1:]])
-    judged = expected(spec, inputs_of(spec), TABLE, lists, Numerics.default(DType.BF16))
-    assert (~judged.trusted).tolist() == [[True, True, False, False], *[[False] * 4] * 2]
 
 
 # --- an independent implementation where its semantics meet ours

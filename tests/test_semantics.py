@@ -19,7 +19,7 @@ def defined_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)}
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("semantics*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((*DOCS.glob("semantics*.md"), DOCS / "bounds.md")), ids=lambda path: path.name)
 def test_every_link_leads_to_what_it_names(path: Path) -> None:
     links = LINK.findall(path.read_text(encoding="utf-8"))
     missing = [(name, file) for name, file in links if name.split(".")[-1] not in defined_in(DOCS.parent / file)]

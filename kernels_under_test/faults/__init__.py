@@ -1,5 +1,6 @@
 """Seeded faults: each is one small patch on the bundled Triton backend, with the public failure it stands for, the
 gate that must catch it and the words that its place must be named with. The catalogue is data: `catalogue.toml`.
+`model.toml` holds faults of what no cell asks for yet, seeded in the emulation: see `ModelFault`.
 
 `sacts.kernels_under_test.faults:NAME` names the faulty adapter, so `sacts run --adapter` takes it like any other.
 """
@@ -17,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-BACKEND = Path(__file__).parent.parent / "paged"
+BACKENDS = Path(__file__).parent.parent
 
 
 class FaultError(ValueError):
@@ -45,21 +46,52 @@ class Fault:
         return f"{__name__}:{self.name}"
 
 
+@dataclass(frozen=True)
+class ModelFault:
+    """One fault of the emulation: `find` in `file` becomes `replace`. `problem`: the spec, by its name in the tests,
+    under which it must leave the bounds of one of `outputs`.
+    """
+
+    name: str
+    stands_for: str
+    file: str
+    find: str
+    replace: str
+    problem: str
+    outputs: tuple[str, ...]
+
+
+def _entries(file: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))["fault"]
+    return found
+
+
 @cache
 def catalogue() -> dict[str, Fault]:
-    """All seeded faults by name."""
-    entries = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))["fault"]
-    faults = [Fault(**entry | {"gates": tuple(entry["gates"])}) for entry in entries]
+    """All faults seeded in the Triton backend, by name."""
+    faults = [Fault(**entry | {"gates": tuple(entry["gates"])}) for entry in _entries("catalogue.toml")]
+    return {fault.name: fault for fault in faults}
+
+
+@cache
+def model_catalogue() -> dict[str, ModelFault]:
+    """All faults seeded in the emulation, by name."""
+    faults = [ModelFault(**entry | {"outputs": tuple(entry["outputs"])}) for entry in _entries("model.toml")]
     return {fault.name: fault for fault in faults}
 
 
 def seed(fault: Fault) -> Any:
-    """The faulty adapter class: a patched copy of the backend, imported under a name of its own. Raises FaultError."""
+    """The faulty adapter class of the Triton backend. Raises FaultError."""
+    return importlib.import_module(f"{patched(fault, 'paged')}.adapter").Adapter
+
+
+def patched(fault: Fault | ModelFault, backend: str) -> str:
+    """The name of a package that is the backend's, but for the fault; importable from now on. Raises FaultError."""
     package = f"sacts_fault_{fault.name}"
     if package not in sys.modules:
         folder = Path(tempfile.mkdtemp(prefix="sacts-fault-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        shutil.copytree(BACKEND, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(BACKENDS / backend, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
         target = folder / package / fault.file
         text = target.read_text(encoding="utf-8")
         if text.count(fault.find) != 1:
@@ -72,7 +104,7 @@ def seed(fault: Fault) -> Any:
             importlib.import_module(package)
         finally:
             sys.path.remove(str(folder))
-    return importlib.import_module(f"{package}.adapter").Adapter
+    return package
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,35 @@
+"""The model as a backend: a raw consumer that serves every forward term on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Outputs, Support
+from sacts.reference.spec import AttentionSpec, DType
+
+from .arithmetic import Arithmetic
+from .forward import forward
+from .rows import by_token, rows_of
+
+
+class Adapter:
+    """Judged like any other; `arithmetic` decides what it rounds, the hint how often it splits."""
+
+    name = "emulation"
+
+    def __init__(self, arithmetic: dict[DType, Arithmetic] | None = None) -> None:
+        self.arithmetic = arithmetic or {dtype: Arithmetic(p=dtype, out=dtype) for dtype in DType}
+        self.capabilities = Capabilities(
+            consumes=Consumes.RAW, numerics={dtype: each.numerics for dtype, each in self.arithmetic.items()}
+        )
+
+    def support(self, spec: AttentionSpec) -> Support:
+        """Every row."""
+        return NATIVE
+
+    def run(self, case: Case, plan: Any = None) -> Outputs:
+        """Forward of all rows at once."""
+        out, lse = forward(case.spec, rows_of(case), self.arithmetic[case.spec.dtype])
+        case.out.copy_(by_token(case.spec, out))
+        case.lse.copy_(by_token(case.spec, lse))
+        return Outputs(case.out, case.lse, path=str(NATIVE))

@@ -1,0 +1,91 @@
+"""From a case to the rows of the model: lists normalised, pages looked up, masks and empty rows applied."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from sacts.conformance.adapter import PADDING, Case
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule
+
+from .terms import Rows
+
+
+def rows_of(case: Case) -> Rows:
+    """All candidate rows of a case, padded to the longest."""
+    spec = case.spec
+    lists = [_attended(case, index) for index in range(spec.num_rows)]
+    width = max((len(keys) for keys, _ in lists), default=0) or 1
+    t, count, ordinal = (torch.zeros(spec.num_rows, width, dtype=torch.long) for _ in range(3))
+    for row, (keys, _) in enumerate(lists):
+        for slot, (token, times, place) in enumerate(keys):
+            t[row, slot], count[row, slot], ordinal[row, slot] = token, times, place
+    edge = count > 0
+    request = torch.tensor(spec.token_request, dtype=torch.long).repeat_interleave(spec.num_kv_heads)
+    position = torch.tensor(spec.token_position, dtype=torch.long).repeat_interleave(spec.num_kv_heads)
+    head = torch.arange(spec.num_rows) % spec.num_kv_heads
+    page = torch.where(edge, case.page_table.long()[request[:, None], t // spec.page_size], 0)
+    offset = torch.where(edge, t % spec.page_size, 0)
+    k, v = (
+        torch.where(edge[..., None], cache[page, offset, head[:, None]].float(), 0.0)
+        for cache in (case.k_cache, case.v_cache)
+    )
+    sequence = spec.candidate_kind is CandidateKind.SEQUENCE
+    uids = torch.tensor(
+        spec.dropout.request_uids if spec.dropout and spec.dropout.request_uids else range(spec.num_requests)
+    )
+    return Rows(
+        q=case.q.float().reshape(spec.num_rows, spec.group_size, spec.head_dim_qk),
+        k=k,
+        v=v,
+        edge=edge,
+        counts=count.clamp(min=1),
+        key_position=ordinal if sequence else t,
+        query_position=torch.tensor([query for _, query in lists]) if sequence else position,
+        dropout_query=position,
+        qo_head=head[:, None] * spec.group_size + torch.arange(spec.group_size),
+        uid=uids[request],
+        slot=(page * spec.page_size + offset) * spec.num_kv_heads + head[:, None],
+    )
+
+
+def _attended(case: Case, index: int) -> tuple[list[tuple[int, int, int]], int]:
+    """(token, count, ordinal) of each edge of a row, and the query's ordinal."""
+    spec = case.spec
+    row = spec.row(index)
+    seq_len, position = spec.seq_lens[row.request], spec.token_position[index // spec.num_kv_heads]
+    entries = case.kv_indices[case.kv_indptr[index] : case.kv_indptr[index + 1]].tolist()
+    tokens = [
+        token
+        for entry in entries
+        if entry != PADDING
+        for token in range(entry * spec.block_size, min((entry + 1) * spec.block_size, seq_len))
+    ]
+    times = Counter(tokens)
+    distinct = list(times)
+    query = len(distinct) - (bool(distinct) and distinct[-1] == position)
+    if spec.query_ordinals:
+        query = spec.query_ordinals[index]
+    repeats = spec.candidate_kind is CandidateKind.MULTISET
+    edges = [
+        (token, times[token] if repeats else 1, ordinal)
+        for ordinal, token in enumerate(distinct)
+        if _visible(spec, position, token)
+    ]
+    if not edges and spec.empty_row is not EmptyRowRule.ZERO:
+        token = position if spec.empty_row is EmptyRowRule.FORCE_SELF else 0
+        edges = [(token, 1, 0)]
+        query = query if spec.query_ordinals else int(token != position)
+    return edges, query
+
+
+def _visible(spec: AttentionSpec, position: int, token: int) -> bool:
+    causal = spec.causal is CausalRule.NONE or token <= position
+    return causal and (spec.window_left < 0 or token >= position - spec.window_left)
+
+
+def by_token(spec: AttentionSpec, x: Tensor) -> Tensor:
+    """[R, g, ...] of rows as [num_tokens, num_qo_heads, ...]."""
+    return x.reshape(spec.num_tokens, spec.num_qo_heads, *x.shape[2:])

@@ -1,0 +1,135 @@
+"""How far a kernel's logits and weights may lie from the exact ones, term by term: docs/bounds.md.
+
+Absolute errors of logits, relative errors of weights; first order, second order where a first one may be large.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import scores
+from .formats import FORMATS
+from .groups import Group
+from .numerics import Numerics
+from .spec import AttentionSpec, CandidateKind, DType, RoPE
+
+Array = NDArray[np.float64]
+
+U32 = FORMATS[DType.FP32].u
+
+
+def gamma(n: NDArray[np.int64] | int) -> Array:
+    """Accumulation of n terms: |fl(sum) - sum| <= gamma(n) * sum |terms| for any FP32 order, rounded to nearest or to
+    zero, and for 16-bit tensor cores from Ampere on (GATES.md section 2).
+    """
+    return (np.asarray(n, np.float64) + 2) * 2.0**-23
+
+
+class Rounding(NamedTuple):
+    """Relative and absolute error of rounding to a format: |fl(x) - x| <= u |x| + a."""
+
+    u: float
+    a: float
+
+
+def rounding(dtype: DType) -> Rounding:
+    """Of a cast from FP32; none where the format is FP32 itself."""
+    return Rounding(0.0, 0.0) if dtype is DType.FP32 else Rounding(FORMATS[dtype].u, FORMATS[dtype].a)
+
+
+def logit_error(spec: AttentionSpec, group: Group, numerics: Numerics) -> Array:
+    """E_j: |computed - exact| of each logit with all its terms, before the exponential: [b, r, g, S]."""
+    scale = abs(spec.sm_scale)
+    products = scores.logits(np.abs(group.q), np.abs(group.k), scale)  # S_j
+    terms = list(_added(spec, group))
+    z = scores.logits(group.q, group.k, spec.sm_scale) if terms or spec.logits_soft_cap else group.z
+    error = (gamma(group.q.shape[-1]) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(z)
+    if spec.rope:
+        error += _turn_error(spec.rope, scale, group, numerics)
+        error += _cast_error(rounding(numerics.rotated), 2.0, scale, products, group)
+    if spec.logits_soft_cap:
+        error, z = _capped(spec.logits_soft_cap, error, z, numerics)
+    for term in terms:
+        error = error + 2 * U32 * np.abs(z) + 7 * U32 * np.abs(term)
+        z = z + term
+    return error
+
+
+def _added(spec: AttentionSpec, group: Group) -> list[Array]:
+    """What is added to the logit after the soft cap: bias, and ln(count) of a multiset."""
+    terms = []
+    if spec.alibi_slopes or spec.buckets:
+        distance = group.query_position[..., None] - group.key_position[:, None]
+        terms.append(scores.bias(spec, distance, group.qo_heads))
+    if spec.candidate_kind is CandidateKind.MULTISET:
+        terms.append(np.log(np.maximum(group.counts, 1))[:, :, None])
+    return terms
+
+
+def _cast_error(cast: Rounding, operands: float, scale: float, products: Array, group: Group) -> Array:
+    """Of rounding one (K) or both operands of q.k to a format: absolute where they are subnormal there."""
+    error: Array = operands * cast.u * products
+    if cast.a:
+        sizes = np.abs(group.q).sum(-1)[..., None]
+        if operands > 1:
+            sizes = sizes + np.abs(group.k).sum(-1)[:, None, None]
+        error = error + cast.a * scale * sizes
+    return error
+
+
+def _turn_error(rope: RoPE, scale: float, group: Group, numerics: Numerics) -> Array:
+    """Of RoPE in FP32: a pair of q and one of K with norms r and s, turned by angles wrong by a and b and by sines
+    wrong by e, have a product wrong by at most r s (|a - b| + 2 e + second order).
+
+    A wrong frequency turns q and K alike: only their distance counts. The rounding of position * frequency does not.
+    """
+    frequency = scores.frequencies(rope)
+    wrong = numerics.u_freq * frequency
+    wrong[0] = 0.0  # base^0 is 1 in any arithmetic
+    first, second = scores.pairs(rope)
+    norm_q, norm_k = (np.hypot(x[..., first], x[..., second]) for x in (group.q, group.k))
+    key, query = group.key_position[:, None, None], group.query_position[..., None, None]
+    sine = 2 * numerics.u_sin + 3 * U32
+    farthest = np.abs(key) + np.abs(query)
+    error: Array = (
+        scores.logits(norm_q * wrong, norm_k, scale) * np.abs(query - key)
+        + scores.logits(norm_q * (numerics.u_angle * frequency), norm_k, scale) * farthest
+        + 2 * sine * scores.logits(norm_q, norm_k, scale)
+    )
+    second_order = (numerics.u_freq + numerics.u_angle) * farthest + sine
+    return error * (1 + second_order)
+
+
+def _capped(cap: float, error: Array, z: Array, numerics: Numerics) -> tuple[Array, Array]:
+    """Through c * tanh(z / c): the slope is sech^2 <= min(1, 4 e^(-2|x|)), taken where it is largest within the error;
+    division, product and tanh round.
+    """
+    nearest = np.maximum(np.abs(z) - error, 0.0) / cap
+    slope = np.minimum(1.0, 4 * np.exp(-2 * nearest))
+    capped = scores.soft_cap(z, cap)
+    return error * slope + cap * numerics.u_tanh + 4 * U32 * np.abs(capped), capped
+
+
+def weight_error(
+    s: Array, error: Array, top: Array, lse: Array, rescales: NDArray[np.int64], numerics: Numerics
+) -> Array:
+    """eta [b, r, g, S]: relative error of each un-normalised weight e^(s_j - m): s masked logits, `error` of them,
+    top, lse and rescales [b, r, g].
+
+    Every running maximum that a weight meets lies between its own logit and the final one, so their larger size
+    stands for M of GATES.md section 2: a far smaller logit elsewhere in the row costs nothing.
+    """
+    size = np.maximum(np.abs(s), np.abs(top)[..., None])
+    eta: Array = (
+        error
+        + 4 * U32 * (np.abs(s) + size)
+        + numerics.u_exp
+        + rescales[..., None] * (numerics.u_exp + 2 * U32)
+        + 6 * U32 * size
+    )
+    if numerics.splits:
+        eta = eta + numerics.u_exp + 8 * U32 * np.maximum(np.abs(lse)[..., None], size) + 4 * U32
+    return eta
