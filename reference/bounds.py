@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from . import epilogues
 from .candidates import ValidatedCandidates
 from .formats import FORMATS, round_to
-from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups, kept_factors
+from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups, kept
 from .logit_bounds import U32, gamma, logit_error, weight_error
 from .numerics import Numerics
 from .paging import PageTable
@@ -132,7 +132,7 @@ class _Mass(NamedTuple):
     """
 
     w: Array
-    kept: Array
+    factors: Array
     eta: Array
     mean_eta: Array
 
@@ -156,10 +156,10 @@ def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: N
         sink = np.broadcast_to(sinks, lse.shape)[..., None]
         eta_sink = weight_error(sink, U32 * np.abs(sink), top, lse, np.ones_like(rescales), numerics)
         mean_eta = mean_eta + (np.exp(sink - lse[..., None]) * eta_sink)[..., 0]
-    kept = kept_factors(spec, group)
-    if kept is None:
+    factors = kept(spec, group)
+    if factors is None:
         return _Mass(w, np.broadcast_to(edge * 1.0, w.shape), eta, mean_eta)
-    return _Mass(w, edge * kept, eta + 2 * U32 * edge, mean_eta)
+    return _Mass(w, edge * factors, eta + 2 * U32 * edge, mean_eta)
 
 
 def _equal_weight_error(top: Array, lse: Array, numerics: Numerics) -> Array:
@@ -179,7 +179,7 @@ def _allowance(
     l, lse, top = (np.where(some, x, empty) for x, empty in ((rows.state.l, 1.0), (rows.lse, 0.0), (rows.state.m, 0.0)))
     k = group.counts.sum(-1)[..., None]  # terms of a kernel that visits repeats one by one
     abs_v = np.abs(group.v)[:, None]
-    w, kept, eta, mean_eta = _mass(spec, group, top, lse, numerics, exactness)
+    w, factors, eta, mean_eta = _mass(spec, group, top, lse, numerics, exactness)
 
     p, part = FORMATS[numerics.p], FORMATS[numerics.partial]
     u_p, a_p = (0.0, 0.0) if exactness.zero_logits and numerics.unit_p else (p.u, p.a)
@@ -191,11 +191,11 @@ def _allowance(
     rho = mean_eta + sums + cast_l
     trusted = rho < MAX_RHO
     rho = np.where(trusted, rho, 0.0)
-    abs_sum = (w * kept) @ abs_v  # A
-    plain_sum = kept @ abs_v
+    abs_sum = (w * factors) @ abs_v  # A
+    plain_sum = factors @ abs_v
     abs_out = np.abs(rows.out)
     half_width = (
-        (w * kept * eta) @ abs_v
+        (w * factors * eta) @ abs_v
         + abs_out * mean_eta[..., None]  # logits, exponential, rescale, merge
         + u_p * (abs_out if exactness.equal_logits else abs_sum)  # cast of P: equal P share one rounding error
         + (a_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)

@@ -101,22 +101,21 @@ def forward(
 
 def evaluate(spec: AttentionSpec, group: Group) -> Rows:
     """One group, before the epilogue."""
-    state = softmax.edge_state(group.z, group.edge, group.v, kept_factors(spec, group))
+    state = softmax.edge_state(group.z, group.edge, group.v, kept(spec, group))
     if spec.sink_logits:
         state = softmax.with_sink(state, np.asarray(spec.sink_logits)[group.qo_heads][:, None])
     out, lse = softmax.finish(state)
     return Rows(state, out, lse, estimate(spec, group, out, lse))
 
 
-def kept_factors(spec: AttentionSpec, group: Group) -> Array | None:
+def kept(spec: AttentionSpec, group: Group) -> Array | None:
     """a_j / (1 - p) of each edge: [b, r, g, S]."""
     if spec.dropout is None:
         return None
     uid = spec.dropout.request_uids[group.request] if spec.dropout.request_uids else group.request
     key = group.key_position[:, None, None]
     query = row_positions(spec)[group.rows][..., None, None]
-    kept = philox.keep(spec.dropout, key, query, group.qo_heads[:, None, :, None], uid)
-    return kept / (1 - spec.dropout.p)
+    return philox.keep(spec.dropout, key, query, group.qo_heads[:, None, :, None], uid) / (1 - spec.dropout.p)
 
 
 def by_row(spec: AttentionSpec, x: NDArray[np.generic]) -> NDArray[np.generic]:

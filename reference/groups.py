@@ -44,17 +44,19 @@ class Inputs(NamedTuple):
 class Group:
     """b batches of r rows of g query heads over S keys; a gathered group has r = 1 and pads short rows by count 0.
 
-    All of one request. rows [b, r]: candidate rows; qo_heads [b, g]; key_position [b, S] and query_position [b, r]:
-    what position-dependent terms use, logical position or ordinal; q [b, r, g, d_qk], k [b, S, d_qk] (both turned by
-    RoPE), v [b, S, d_vo]; K and V are zero where no row attends; counts [b, r, S]: 0 where (row, key) is no edge after
-    all masks (a byte each where the kind repeats no edge); z [b, r, g, S]: logits with + ln(count) but without masks,
-    junk where there is no edge; slots [b, r]: slots that the candidate entries name. product_bound [b, r, g]: at least
-    |sm_scale| sum_c |q_c k_jc| of each edge j; largest_v [b, d_vo]: at least |v_j| of each.
+    All of one request. rows [b, r]: candidate rows; qo_heads [b, g]; t [b, S]: logical positions of the keys;
+    key_position [b, S] and query_position [b, r]: what position-dependent terms use, t or the ordinal; q [b, r, g,
+    d_qk], k [b, S, d_qk] (both turned by RoPE), v [b, S, d_vo]; K and V are zero where no row attends; counts [b, r,
+    S]: 0 where (row, key) is no edge after all masks (a byte each where the kind repeats no edge); z [b, r, g, S]:
+    logits with + ln(count) but without masks, junk where there is no edge; slots [b, r]: slots that the candidate
+    entries name. product_bound [b, r, g]: at least |sm_scale| sum_c |q_c k_jc| of each edge j; largest_v [b, d_vo]: at
+    least |v_j| of each.
     """
 
     request: int
     rows: Ints
     qo_heads: Ints
+    t: Ints
     key_position: Ints
     query_position: Ints
     q: Array
@@ -89,12 +91,18 @@ class _Batch(NamedTuple):
     longest: Array | None = None
 
 
-def groups(spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: ValidatedCandidates) -> Iterator[Group]:
-    """Cut a problem into groups; rows without an edge may be left out.
+def groups(
+    spec: AttentionSpec,
+    inputs: Inputs,
+    table: PageTable,
+    candidates: ValidatedCandidates,
+    edges: Edges | None = None,
+) -> Iterator[Group]:
+    """Cut a problem into groups; rows without an edge may be left out. `edges`: what `attended` says, where known.
 
     Raises LookupError for an attended page without data, ValueError for an attended value that is not finite.
     """
-    edges = attended(spec, candidates)
+    edges = attended(spec, candidates) if edges is None else edges
     if not len(edges.row):
         return
     q = inputs.q.reshape(spec.num_rows, spec.group_size, spec.head_dim_qk)
@@ -171,6 +179,7 @@ def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Ar
     qo_heads = kv_heads[:, None] * spec.group_size + np.arange(spec.group_size)
     keys = store.all(kv_heads) if batch.key is None else store.some(batch.key, kv_heads)
     edge = batch.counts > 0
+    t = np.broadcast_to(store.t, edge[:, 0].shape) if batch.key is None else store.t[batch.key]
     with np.errstate(over="ignore", invalid="ignore"):
         longest = (edge * keys.norm_k[:, None]).max(axis=-1) if batch.longest is None else batch.longest
         product_bound = max(abs(spec.sm_scale), LEAST_SCALE) * norm(q) * longest[..., None]
@@ -185,7 +194,7 @@ def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Ar
         _check_finite(
             request,
             kv_heads,
-            np.broadcast_to(store.t, edge[:, 0].shape) if batch.key is None else store.t[batch.key],
+            t,
             edge,
             scores.logits(q, k, spec.sm_scale),
             keys.v,
@@ -194,6 +203,7 @@ def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Ar
         request,
         batch.rows,
         qo_heads,
+        t,
         batch.key_position,
         query_position,
         q,

@@ -283,3 +283,31 @@ class PagedCache:
         data = np.concatenate((self.data[kept], self.data[self.pages == source]))
         order = np.argsort(pages)
         return PagedCache(pages[order], data[order])
+
+
+class Scattered(NamedTuple):
+    """Values added up by physical slot: `cache`, and `references` [pages, page_size, heads], how many went to each."""
+
+    cache: PagedCache
+    references: Ints
+
+
+def scatter(page: Ints, offset: Ints, head: Ints, values: Array, page_size: int, num_heads: int) -> Scattered:
+    """The sum of all values [n, dim] of each physical slot (page, offset, head) [n each]; 0 where a page that occurs
+    has no value. The inverse of reading: a slot that is read at several logical positions, or by several requests,
+    receives them all.
+    """
+    pages, index = np.unique(page, return_inverse=True)
+    slot = (index * page_size + offset) * num_heads + head
+    references = np.bincount(slot, minlength=len(pages) * page_size * num_heads)
+    data = np.zeros((len(references), values.shape[-1]))
+    if references.max(initial=0) <= 1:
+        data[slot] = values
+    else:
+        order = np.argsort(slot, kind="stable")
+        nth = np.arange(len(slot)) - (np.cumsum(references) - references)[slot[order]]
+        for n in range(int(references.max())):
+            some = order[nth == n]
+            data[slot[some]] += values[some]
+    shape = len(pages), page_size, num_heads
+    return Scattered(PagedCache(pages, data.reshape(*shape, values.shape[-1])), references.reshape(shape))

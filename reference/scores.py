@@ -26,6 +26,14 @@ def logits(q: Array, k: Array, sm_scale: float) -> Array:
     return products.reshape(*lead, r, g, k.shape[-2])
 
 
+def pairs(rope: RoPE) -> tuple[slice, slice]:
+    """The first and the second channel of each pair, in the order of the pairs."""
+    half = rope.rotary_dim // 2
+    if rope.layout is RopeLayout.INTERLEAVED:
+        return slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
+    return slice(0, half), slice(half, rope.rotary_dim)
+
+
 def rotate(x: Array, positions: ArrayLike, rope: RoPE) -> Array:
     """RoPE: x [..., d] turned by its positions [...]; channels from rotary_dim on are left as they are."""
     angle = np.asarray(positions, np.float64)[..., None] * frequencies(rope)
@@ -43,17 +51,24 @@ def frequencies(rope: RoPE) -> Array:
     return frequency
 
 
-def pairs(rope: RoPE) -> tuple[slice, slice]:
-    """The channels that are the first and the second of their pairs."""
-    if rope.layout is RopeLayout.INTERLEAVED:
-        return slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
-    return slice(0, rope.rotary_dim // 2), slice(rope.rotary_dim // 2, rope.rotary_dim)
+def rotate_back(x: Array, positions: ArrayLike, rope: RoPE) -> Array:
+    """The inverse of `rotate`, which is its transpose: what a gradient of rotated q or k takes on the way back."""
+    return rotate(x, -np.asarray(positions, np.float64), rope)
 
 
 def soft_cap(z: Array, cap: float) -> Array:
     """c * tanh(z / c)."""
     capped: Array = cap * np.tanh(z / cap)
     return capped
+
+
+def soft_cap_slope(z: Array, cap: float) -> Array:
+    """The derivative of `soft_cap`, 1 - tanh^2(z / c) = 4 e / (1 + e)^2 with e = exp(-2 |z| / c): without cancellation,
+    so that a saturated logit keeps its small gradient.
+    """
+    e = np.exp(-2 * np.abs(z / cap))
+    slope: Array = 4 * e / ((1 + e) * (1 + e))
+    return slope
 
 
 def bias(spec: AttentionSpec, distance: Ints, qo_heads: Ints) -> Array:

@@ -18,6 +18,7 @@ from .runs import runs
 
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 
 
 class State(NamedTuple):
@@ -53,7 +54,7 @@ def edge_state(z: Array, edge: Bools, v: Array, kept: Array | None = None) -> St
         p = np.exp(z - m[..., None])
         l = p.sum(axis=-1)
     else:
-        m, l, p = _weights_of_edges(z.reshape(math.prod(lead) * r, g, n), edge.reshape(-1))
+        m, l, p = _weights_of_edges(z.reshape(math.prod(lead) * r, g, n), edge.reshape(math.prod(lead) * r, n))
     unused = ~np.asarray(edge.any(axis=-2))
     if not np.isfinite(v[unused]).all():
         v = np.where(unused[..., None], 0.0, v)
@@ -62,21 +63,53 @@ def edge_state(z: Array, edge: Bools, v: Array, kept: Array | None = None) -> St
     return State(m.reshape(*lead, r, g), l.reshape(*lead, r, g), o.reshape(*lead, r, g, v.shape[-1]))
 
 
-def _weights_of_edges(z: Array, edge: Bools) -> tuple[Array, Array, Array]:
-    """m and l [rows, g] and e^(z - m) [rows, g, n], 0 where there is no edge: z [rows, g, n], edge [rows * n]."""
-    rows, g, n = z.shape
+class EdgeIndex(NamedTuple):
+    """Where the edges of a mask [rows, n] lie in an array [rows, g, n]: `at` [g, edges] flat, sorted by row; `rows`
+    [some]: the rows that have an edge; `start`, `length` [some]: where each begins among the edges, and how many.
+    """
+
+    at: Ints
+    rows: Ints
+    start: Ints
+    length: Ints
+
+    def sums(self, x: Array) -> Array:
+        """x [g, edges] added up by row: [g, some]."""
+        total: Array = np.add.reduceat(x, self.start, axis=1)
+        return total
+
+    def spread(self, x: Array) -> Array:
+        """x [g, some], one value a row, at each of its edges: [g, edges]."""
+        return np.repeat(x, self.length, axis=1)
+
+
+def edge_index(edge: Bools, g: int) -> EdgeIndex:
+    """The index of the edges of a mask [rows, n] that g heads share."""
+    n = edge.shape[-1]
     flat = np.flatnonzero(edge)
     row = flat // max(n, 1)
     at = flat + (g - 1) * n * row + n * np.arange(g)[:, None]
     start, length = runs(row)
-    some = row[start]
+    return EdgeIndex(at, row[start], start, length)
+
+
+def weights_at(z: Array, index: EdgeIndex) -> tuple[Array, Array, Array]:
+    """m and l [g, some] of the rows that have an edge, and e^(z - m) [g, edges], of logits z [rows, g, n]."""
+    x = z.reshape(-1).take(index.at)
+    m: Array = np.maximum.reduceat(x, index.start, axis=1)
+    x = np.exp(x - index.spread(m))
+    return m, index.sums(x), x
+
+
+def _weights_of_edges(z: Array, edge: Bools) -> tuple[Array, Array, Array]:
+    """m and l [rows, g] and e^(z - m) [rows, g, n], 0 where there is no edge: z [rows, g, n], edge [rows, n]."""
+    rows, g, _ = z.shape
+    index = edge_index(edge, g)
     m, l, p = np.full((rows, g), -np.inf), np.zeros((rows, g)), np.zeros(z.shape)
-    if len(flat):
-        x = z.reshape(-1).take(at)
-        highest = np.maximum.reduceat(x, start, axis=1)
-        x = np.exp(x - np.repeat(highest, length, axis=1))
-        m[some], l[some] = highest.T, np.add.reduceat(x, start, axis=1).T
-        p.reshape(-1)[at] = x
+    if len(index.rows):
+        highest, total, x = weights_at(z, index)
+        m[index.rows], l[index.rows] = highest.T, total.T
+        p.reshape(-1)[index.at] = x
     return m, l, p
 
 

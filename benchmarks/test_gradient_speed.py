@@ -1,0 +1,92 @@
+"""Speed of the reference's backward, as a ratio to its forward, measured in one run.
+
+`OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 pytest -s benchmarks/test_gradient_speed.py`: one thread. Not collected by
+default. Runs of both alternate, the fastest of each counts. The backward's time includes what it does not take from a
+forward (lse, every probability), the estimates of its own error, and the sums by physical page.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
+from sacts.reference.forward import Inputs, forward
+from sacts.reference.gradients import Gradients, backward
+from sacts.reference.paging import PagedCache, PageTable
+from sacts.reference.spec import AttentionSpec, Dropout, DType, RoPE
+
+ROUNDS = 9
+BATCH, HEADS, DIM, SEQ_LEN, PAGE = 4, (8, 2), 128, 4096, 16
+
+
+class Problem(NamedTuple):
+    spec: AttentionSpec
+    inputs: Inputs
+    table: PageTable
+    candidates: ValidatedCandidates
+
+
+def problem_of(qo_len: int, entries: int, **terms: object) -> Problem:
+    """`entries` random tokens in each row."""
+    lengths = (SEQ_LEN,) * BATCH, (qo_len,) * BATCH
+    spec = AttentionSpec(*HEADS, DIM, DIM, PAGE, *lengths, DType.FP32, DIM**-0.5, **terms)  # type: ignore[arg-type]
+    random, pages = np.random.default_rng(0), SEQ_LEN // PAGE
+    order = random.permutation(BATCH * pages).reshape(BATCH, pages)
+    table = PageTable(order, PAGE, BATCH * pages, tuple(frozenset(row.tolist()) for row in order))
+    live = np.arange(BATCH * pages)
+    k, v = (PagedCache(live, random.standard_normal((BATCH * pages, PAGE, HEADS[1], DIM))) for _ in range(2))
+    chosen = [random.permutation(SEQ_LEN)[:entries] for _ in range(spec.num_rows)]
+    raw = CandidateLists(np.arange(spec.num_rows + 1) * entries, np.concatenate(chosen))
+    inputs = Inputs(random.standard_normal((spec.num_tokens, HEADS[0], DIM)), k, v)
+    return Problem(spec, inputs, table, validate(spec, raw, table))
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def with_pages(problem: Problem, d_out: NDArray[np.float64]) -> Gradients:
+    found = backward(*problem, d_out)
+    for gradient in (found.d_k, found.d_v):
+        assert len(gradient.pages.cache.pages) == len(gradient.page_errors.cache.pages)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("qo_len", "entries", "terms"),
+    [
+        pytest.param(64, 512, {}, id="K512"),
+        pytest.param(64, 512, {"rope": RoPE(DIM), "logits_soft_cap": 30.0}, id="K512-rope-cap"),
+        pytest.param(64, 512, {"dropout": Dropout(0.1, 1)}, id="K512-dropout"),
+        pytest.param(64, 128, {}, id="K128"),
+        pytest.param(1, 512, {}, id="decode-K512"),
+    ],
+)
+def test_backward_takes_at_most_three_times_forward(
+    benchmark: BenchmarkFixture, qo_len: int, entries: int, terms: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    """B 4, 8 query and 2 KV heads, d 128, kv 4096; the target holds for q 64 and K 512, the others are shown."""
+    problem = problem_of(qo_len, entries, **terms)
+    d_out = np.random.default_rng(1).standard_normal((*problem.inputs.q.shape[:2], DIM))
+    runs: tuple[Callable[[], object], ...] = (
+        lambda: forward(*problem),
+        lambda: backward(*problem, d_out),
+        lambda: with_pages(problem, d_out),
+    )
+    once, bare, whole = (min(side) for side in zip(*(map(seconds, runs) for _ in range(ROUNDS)), strict=True))
+    benchmark.extra_info.update(forward_ms=1e3 * once, backward_ms=1e3 * bare, with_pages_ms=1e3 * whole)
+    benchmark.pedantic(runs[1], rounds=3)  # type: ignore[no-untyped-call]
+    print(
+        f"{request.node.callspec.id}: forward {1e3 * once:.1f} ms, backward {1e3 * bare:.1f} ms ({bare / once:.2f}x), "
+        f"with the sums by page {1e3 * whole:.1f} ms ({whole / once:.2f}x)"
+    )
+    assert whole / once <= 3.0 or "K512" not in request.node.callspec.id or qo_len == 1
