@@ -141,7 +141,7 @@ def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: N
     edge = group.edge[:, :, None]
     s = np.where(edge, group.z, 0.0)
     w = np.exp(group.logits - lse[..., None])
-    rescales = _rescales(spec, group, numerics)
+    tiles = rescales(spec, group, numerics)
     sinks = np.asarray(spec.sink_logits or (0.0,) * spec.num_qo_heads)[group.qo_heads][:, None]
     if exactness.equal_logits:
         eta = _equal_weight_error(top, lse, numerics)
@@ -150,11 +150,11 @@ def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: N
         eta = np.where(edge, eta[..., None], 0.0)
     else:
         error = logit_error(spec, group, numerics)
-        eta = np.where(edge, weight_error(s, error, top, lse, rescales, numerics), 0.0)
+        eta = np.where(edge, weight_error(s, error, top, lse, tiles, numerics), 0.0)
     mean_eta = (w * eta).sum(-1)
     if spec.sink_logits:
         sink = np.broadcast_to(sinks, lse.shape)[..., None]
-        eta_sink = weight_error(sink, U32 * np.abs(sink), top, lse, np.ones_like(rescales), numerics)
+        eta_sink = weight_error(sink, U32 * np.abs(sink), top, lse, np.ones_like(tiles), numerics)
         mean_eta = mean_eta + (np.exp(sink - lse[..., None]) * eta_sink)[..., 0]
     factors = kept(spec, group)
     if factors is None:
@@ -185,7 +185,7 @@ def _allowance(
     u_p, a_p = (0.0, 0.0) if exactness.zero_logits and numerics.unit_p else (p.u, p.a)
     sums = np.zeros(k.shape) if exactness.exact_sums and numerics.unit_p else gamma(k)
     cast_l = (u_p + a_p * k / l) if numerics.l_sums_cast_p else np.zeros(l.shape)
-    rescale = 0.0 if exactness.equal_logits and not spec.sink_logits else _rescales(spec, group, numerics) * U32
+    rescale = 0.0 if exactness.equal_logits and not spec.sink_logits else rescales(spec, group, numerics) * U32
     u_part, a_part = (part.u, part.a) if numerics.splits else (0.0, 0.0)
 
     rho = mean_eta + sums + cast_l
@@ -219,7 +219,7 @@ def _log_error(l: Array | float, lse: Array, top: Array) -> Array:
     return 2 * (2.0**-21 + 4 * U32 * (np.abs(np.log(l)) + np.abs(lse) + np.abs(top))) + U32 * np.abs(lse)
 
 
-def _rescales(spec: AttentionSpec, group: Group, numerics: Numerics) -> NDArray[np.int64]:
+def rescales(spec: AttentionSpec, group: Group, numerics: Numerics) -> NDArray[np.int64]:
     """R [b, r, 1]: tiles that can raise the running maximum, at most one per edge, and the sink."""
     k = group.counts.sum(-1)[..., None]
     slots = np.full(k.shape, spec.seq_lens[group.request]) if numerics.dense else group.slots[..., None]

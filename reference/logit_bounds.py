@@ -58,6 +58,11 @@ def logit_error(spec: AttentionSpec, group: Group, numerics: Numerics) -> Array:
     return error
 
 
+def operand_error(spec: AttentionSpec, numerics: Numerics) -> float:
+    """Relative error of an element of q or K as it enters a product with dZ."""
+    return numerics.u_operand + (rounding(numerics.rotated).u if spec.rope else 0.0)
+
+
 def _added(spec: AttentionSpec, group: Group) -> list[Array]:
     """What is added to the logit after the soft cap: bias, and ln(count) of a multiset."""
     terms = []

@@ -18,10 +18,8 @@ def rows_of(case: Case) -> Rows:
     spec = case.spec
     lists = [_attended(case, index) for index in range(spec.num_rows)]
     width = max((len(keys) for keys, _ in lists), default=0) or 1
-    t, count, ordinal = (torch.zeros(spec.num_rows, width, dtype=torch.long) for _ in range(3))
-    for row, (keys, _) in enumerate(lists):
-        for slot, (token, times, place) in enumerate(keys):
-            t[row, slot], count[row, slot], ordinal[row, slot] = token, times, place
+    padded = [keys + [(0, 0, 0)] * (width - len(keys)) for keys, _ in lists]
+    t, count, ordinal = torch.tensor(padded, dtype=torch.long).reshape(spec.num_rows, width, 3).unbind(-1)
     edge = count > 0
     request = torch.tensor(spec.token_request, dtype=torch.long).repeat_interleave(spec.num_kv_heads)
     position = torch.tensor(spec.token_position, dtype=torch.long).repeat_interleave(spec.num_kv_heads)

@@ -1,0 +1,183 @@
+"""The bounds of gradients against the backward of a modelled kernel: a right one never leaves them, in isolation or end
+to end, whatever its arithmetic and the order of its sums; each seeded fault does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from term_problems import ARITHMETICS, SPECS, Problem, aliased, problem_of
+
+from sacts.kernels_under_test.emulation import backward as model
+from sacts.kernels_under_test.emulation.arithmetic import TORCH, Arithmetic, cast
+from sacts.kernels_under_test.emulation.forward import forward as model_forward
+from sacts.kernels_under_test.emulation.rows import by_token, rows_of
+from sacts.kernels_under_test.faults import ModelFault, model_catalogue, patched
+from sacts.reference.forward import forward
+from sacts.reference.gradient_bounds import Allowed, ExpectedGradients, FedErrors, expected_gradients
+from sacts.reference.spec import AttentionSpec, DType, EpilogueKind
+
+Array = NDArray[np.float64]
+
+NAMES = [name for name, spec in SPECS.items() if spec.epilogue.kind is EpilogueKind.NONE]
+
+
+class Call(NamedTuple):
+    """d_out and d_lse, and what backward is fed: all exact in their dtypes."""
+
+    d_out: Array
+    d_lse: Array
+    out: Array
+    lse: Array
+
+
+def call_of(problem: Problem, how: Arithmetic, *, end_to_end: bool) -> tuple[Call, FedErrors]:
+    """In isolation the reference's own out and lse, rounded; end to end those of the model, within their bounds."""
+    spec, random = problem.spec, np.random.default_rng(5)
+    right = forward(spec, problem.inputs, problem.table, problem.lists)
+    if end_to_end:
+        allowed = problem.expected(how)
+        out, lse = (by_token(spec, x) for x in model_forward(spec, rows_of(problem.case()), how))
+        rounding = np.maximum(allowed.out_hi - allowed.out, allowed.out - allowed.out_lo)
+        errors = FedErrors(np.maximum(rounding, allowed.half_width), allowed.lse_bound)
+    else:
+        out, lse = cast(torch.from_numpy(right.out).float(), how.out), torch.from_numpy(right.lse).float()
+        some = np.isfinite(right.lse)
+        lse_error = np.zeros(right.lse.shape)
+        lse_error[some] = np.abs(lse.double().numpy()[some] - right.lse[some]) + right.lse_error[some]
+        errors = FedErrors(np.abs(out.double().numpy() - right.out) + right.out_error, lse_error)
+    d_out = torch.from_numpy(random.normal(size=right.out.shape)).to(TORCH[spec.dtype]).double().numpy()
+    d_lse = np.float32(random.normal(size=right.lse.shape)).astype(np.float64)
+    return Call(d_out, d_lse, out.double().numpy(), lse.double().numpy()), errors
+
+
+class Found(NamedTuple):
+    """What the model wrote, rounded to its output format, caches whole: [pages, page_size, heads, d]."""
+
+    d_q: Array
+    d_k: Array
+    d_v: Array
+    d_sink: Array
+
+
+def run(problem: Problem, call: Call, how: Arithmetic, backward: ModuleType = model, order: int = 0) -> Found:
+    spec, rows = problem.spec, rows_of(problem.case())
+    d_out, d_lse, out, lse = (
+        torch.from_numpy(x).float().reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in call
+    )
+    found = backward.backward(spec, rows, backward.Saved(out, lse), d_out, d_lse, how)
+    caches = problem.inputs.k.data.shape, problem.inputs.v.data.shape
+    d_k, d_v = (
+        backward.scattered(d, rows.slot, int(np.prod(shape[:3])), order).reshape(shape)
+        for d, shape in zip((found.d_k, found.d_v), caches, strict=True)
+    )
+    written = (cast(x, how.out).double().numpy() for x in (by_token(spec, found.d_q), d_k, d_v))
+    return Found(*written, by_token(spec, found.d_sink).sum(dim=0).double().numpy())
+
+
+def use_of(allowed: Allowed, found: Array) -> float:
+    """Largest error / allowed error of the elements that have a bound; 2 where one is outside."""
+    trusted = np.isfinite(allowed.half_width)
+    assert trusted.mean() > 0.9
+    reach = np.maximum(allowed.high - allowed.value, allowed.value - allowed.low)
+    inside = (allowed.low <= found) & (found <= allowed.high)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        use = np.nan_to_num(np.abs(found - allowed.value) / reach)
+    return float(np.where(inside, np.minimum(use, 1), 2)[trusted].max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Uses:
+    d_q: float
+    d_k: float
+    d_v: float
+    d_sink: float
+
+
+def judged(allowed: ExpectedGradients, found: Found) -> Uses:
+    elsewhere = np.setdiff1d(np.arange(len(found.d_k)), allowed.pages)
+    assert not found.d_k[elsewhere].any()
+    assert not found.d_v[elsewhere].any()
+    d_k, d_v = found.d_k[allowed.pages], found.d_v[allowed.pages]
+    sink = use_of(allowed.d_sink, found.d_sink) if allowed.d_sink else 0.0
+    return Uses(use_of(allowed.d_q, found.d_q), use_of(allowed.d_k, d_k), use_of(allowed.d_v, d_v), sink)
+
+
+def allowed_of(problem: Problem, how: Arithmetic, call: Call, errors: FedErrors) -> ExpectedGradients:
+    where = problem.spec, problem.inputs, problem.table, problem.lists
+    return expected_gradients(*where, call.d_out, how.numerics, errors, d_lse=call.d_lse)
+
+
+def problem_for(spec: AttentionSpec, dtype: DType, far: bool = False) -> Problem:
+    return aliased(problem_of(replace(spec, dtype=dtype), 3, 0.3 if far else 1.0))
+
+
+@cache
+def uses(name: str, arithmetic: str, end_to_end: bool) -> Uses:
+    dtype, how = ARITHMETICS[arithmetic]
+    problem = problem_for(SPECS[name], dtype, name == "RoPE, far")
+    call, errors = call_of(problem, how, end_to_end=end_to_end)
+    return judged(allowed_of(problem, how, call, errors), run(problem, call, how))
+
+
+@pytest.mark.parametrize("end_to_end", [False, True], ids=["isolated", "end to end"])
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_right_backward_never_leaves_the_bounds(name: str, arithmetic: str, end_to_end: bool) -> None:
+    found = uses(name, arithmetic, end_to_end)
+    assert max(found.__dict__.values()) <= 1, found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bounds_of_gradients_are_not_idle(name: str) -> None:
+    found = uses(name, "fp32", False)
+    assert min(found.d_q, found.d_k, found.d_v) > 2e-3, found
+
+
+FAULTS = [fault for fault in model_catalogue().values() if set(fault.outputs) <= set(Found._fields)]
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP32])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_seeded_fault_of_backward_leaves_its_bound(fault: ModelFault, dtype: DType) -> None:
+    how = Arithmetic(p=dtype, out=dtype)
+    faulty = importlib.import_module(f"{patched(fault, 'emulation')}.backward")
+    problem = problem_for(SPECS[fault.problem], dtype)
+    call, errors = call_of(problem, how, end_to_end=False)
+    allowed = allowed_of(problem, how, call, errors)
+    assert max(judged(allowed, run(problem, call, how)).__dict__.values()) <= 1
+    found = judged(allowed, run(problem, call, how, faulty)).__dict__
+    assert {name for name, use in found.items() if use > 1} == set(fault.outputs)
+
+
+def test_every_fault_of_the_model_has_a_test() -> None:
+    """The others, of out and lse, are in test_term_bounds."""
+    names = {*Found._fields, "out", "lse"}
+    for fault in model_catalogue().values():
+        assert fault.problem in SPECS
+        assert set(fault.outputs) <= names
+        assert len({"out", "lse"} & set(fault.outputs)) in (0, len(fault.outputs))
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_runs_that_add_in_another_order_lie_within_the_range(dtype: DType) -> None:
+    how = Arithmetic(p=dtype, out=DType.FP32)
+    problem = problem_for(SPECS["multiset"], dtype)
+    call, errors = call_of(problem, how, end_to_end=False)
+    allowed = allowed_of(problem, how, call, errors)
+    runs = [run(problem, call, how, order=order) for order in range(8)]
+    for name in ("d_k", "d_v"):
+        gate: Allowed = getattr(allowed, name)
+        found = np.array([getattr(each, name)[allowed.pages] for each in runs])
+        spread = found.max(axis=0) - found.min(axis=0)
+        assert (spread <= gate.run_to_run).all()
+        assert spread.max() > 0
+        assert (gate.run_to_run < 0.1 * gate.half_width)[spread > 0].mean() > (0.9 if dtype is DType.BF16 else 0)
