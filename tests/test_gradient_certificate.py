@@ -138,7 +138,7 @@ def tiny_times_huge(random: Random, x: Tensors) -> None:
 
 
 def small_logits(random: Random, x: Tensors) -> None:
-    """Under the small cap, z / c is some hundreds: the slope is far below 1, and its exponent carries the error of z."""
+    """z / c of the small cap is some hundreds: the slope is far below 1, and its exponent carries the error of z."""
     x.q[:] *= 10 ** random.uniform(-2, 0, (len(x.q), 1, 1))
 
 
