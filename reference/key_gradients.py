@@ -131,8 +131,9 @@ class KeySums:
         key = self.entries(group).reshape(-1)[row // group.edge.shape[1] * n + slot]
         key = np.broadcast_to(key, p.shape).ravel()
         kv_head = group.rows[:, 0] % self.spec.num_kv_heads
-        for total, largest, (by_row, channel) in zip(self.by_key, self.channels, columns, strict=True):
-            weight = (p + LOST) * index.spread(by_row.reshape(-1, p.shape[0])[index.rows].T)
+        for total, largest, (by_row, floor, channel) in zip(self.by_key, self.channels, columns, strict=True):
+            at_edges, least = (index.spread(x.reshape(-1, len(p))[index.rows].T) for x in (by_row, floor))
+            weight = (p + LOST) * at_edges + least
             total += np.bincount(key, weight.ravel(), len(total))
             np.maximum.at(largest, kv_head, channel)
 
