@@ -144,7 +144,7 @@ class KeySums:
             d_k[:] = scores.rotate_back(d_k, self.positions.t, self.spec.rope)
         floor = (abs(self.spec.sm_scale) + 1) * (self.terms + 1) * FLOOR
         for value, error, by_key, channel in zip(self.values, self.errors, self.by_key, self.channels, strict=True):
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 for mine, of_channel in zip(self.of_head, channel, strict=True):
                     terms = np.array([by_key[mine], np.full(len(by_key[mine]), floor)])
                     np.matmul(terms.T, np.array([of_channel, np.ones_like(of_channel)]), out=error[mine])

@@ -20,6 +20,7 @@ from sacts.reference.candidates import CandidateLists, ValidatedCandidates, vali
 from sacts.reference.forward import Branch, Inputs, forward
 from sacts.reference.gradients import Gradients, backward, backward_branches
 from sacts.reference.paging import PagedCache, PageTable
+from sacts.reference.scores import soft_cap_slope
 from sacts.reference.spec import (
     AttentionSpec,
     CandidateKind,
@@ -621,3 +622,32 @@ def test_forward_and_backward_drop_the_same_edges_whatever_the_order_of_the_cand
         draws.append(expected)
         problem.lists = [entries[::-1] for entries in problem.lists]
     assert np.array_equal(*draws) is (kind != "sequence")
+
+
+def test_the_slope_of_a_saturated_soft_cap_is_small_but_right() -> None:
+    """Where 1 - tanh^2 in FP64 is 0: 4 e^-80 at z / c = 40."""
+    x = np.array([-40.0, 0.0, 40.0, 1e308])
+    found = soft_cap_slope(3.0 * np.minimum(x, 1e3), 3.0)
+    np.testing.assert_allclose(found, [4 * math.exp(-80), 1.0, 4 * math.exp(-80), 0.0], rtol=1e-13)
+    assert 1 - np.tanh(40.0) ** 2 == 0
+
+
+def test_a_row_out_of_range_marks_what_it_attends_and_nothing_else() -> None:
+    problem = problem_of({"buckets": "one way", "sink": "logits"}, seed=7)
+    clean = problem.backward()
+    problem.inputs.q[1, 0] *= 1e9
+    for found in every_way(problem):
+        assert np.isinf(found.d_q.error[1, 0]).all()
+        assert np.isfinite(np.delete(found.d_q.error.reshape(20, 8), 4, axis=0)).all()
+        touched = {edge.t for edge in row_of(problem, 1, 0)}
+        request, kv_head, t, *_ = found.d_k.positions
+        expected = (request == 0) & (kv_head == 0) & np.isin(t, sorted(touched))
+        assert 0 < expected.sum() < len(expected)
+        for gradient in (found.d_k, found.d_v):
+            assert np.array_equal(np.isinf(gradient.error).all(axis=1), expected)
+            assert np.array_equal(np.isinf(gradient.error).any(axis=1), expected)
+        assert found.d_sink is not None
+        assert np.isinf(found.d_sink.error).tolist() == [True, False, False, False]
+        assert found.d_buckets is not None
+        assert np.isinf(found.d_buckets.error).any(axis=1).tolist() == [True, False, False, False]
+    assert np.isfinite(clean.d_k.error).all()
