@@ -40,7 +40,7 @@ def judge(value: Array, error: Array) -> None:
 class RowBounds(NamedTuple):
     """Bounds by row and head, [b, r, g] each. `p`: relative error of P. `size`: of |dP_j - D + d_lse|, with
     |dS_j| <= P_j size. `d_lse_less_d`: of |d_lse - D|, and `d` the error of D. `d_s`, `d_z`: the errors of dS_j and of
-    dZ_j (behind the soft cap) in units of P_j. `largest_out`: the largest 1 / (1 - p).
+    dZ_j (behind the soft cap) in units of P_j. `largest_kept`: the largest factor of dropout.
     """
 
     p: Array
@@ -86,11 +86,12 @@ def query_error(spec: AttentionSpec, group: Group, bounds: RowBounds) -> Array:
 
 
 class Columns(NamedTuple):
-    """A bound B_ic <= row_i channel_c of what row i adds to channel c of a key, in units of P_ij: row [b, r, g],
-    channel [b, d].
+    """A bound (P_ij row_i + floor_i) channel_c of the error that row i adds to channel c of key j: row, floor (for what
+    underflows however small P is) [b, r, g], channel [b, d].
     """
 
     row: Array
+    floor: Array
     channel: Array
 
 
@@ -98,8 +99,8 @@ def key_columns(spec: AttentionSpec, group: Group, bounds: RowBounds, terms: int
     """The error of d_k; `terms`: products that may be added up for one key."""
     with np.errstate(over="ignore", invalid="ignore"):
         by_row = bounds.d_z + bounds.size * ((terms + 4) * U + _turns(spec, group))
-        sizes = _paired(spec.rope, _paired(spec.rope, np.abs(group.q)))
-        return _columns(sizes, SLACK * abs(spec.sm_scale) * by_row)
+        sizes = _paired(spec.rope, _paired(spec.rope, np.abs(group.q) + LOST))
+        return _columns(sizes, SLACK * by_row, abs(spec.sm_scale) + LOST)
 
 
 def value_columns(spec: AttentionSpec, bounds: RowBounds, d_out: Array, d_out_error: Array, terms: int) -> Columns:
@@ -107,15 +108,18 @@ def value_columns(spec: AttentionSpec, bounds: RowBounds, d_out: Array, d_out_er
     with np.errstate(over="ignore", invalid="ignore"):
         relative = (bounds.p + (terms + 6) * U)[..., None]
         sizes = np.where(np.isfinite(relative), relative, 1.0) * np.abs(d_out) + d_out_error
-        return _columns(sizes, SLACK * bounds.largest_kept * np.where(np.isfinite(bounds.p), 1.0, np.inf))
+        return _columns(sizes, np.where(np.isfinite(bounds.p), SLACK, np.inf), bounds.largest_kept)
 
 
-def _columns(sizes: Array, factor: Array) -> Columns:
-    """Rows of unlike sizes [b, r, g, d] each on their own scale, then the largest of each channel."""
+def _columns(sizes: Array, by_row: Array, factor: float) -> Columns:
+    """factor by_row_i sizes_ic: rows of unlike sizes [b, r, g, d] each on their own scale, then the largest of each
+    channel.
+    """
     scale = sizes.max(axis=-1)
     finite = np.isfinite(scale)
     share = np.where(finite[..., None], sizes / np.where(finite & (scale > 0), scale, 1.0)[..., None], 1.0)
-    return Columns(_or_infinite(factor * (scale + LOST)), share.max(axis=(1, 2)) + LOST)
+    scale = factor * (scale + LOST)
+    return Columns(_or_infinite(by_row * scale), FLOOR * scale, share.max(axis=(1, 2)) + LOST)
 
 
 def _turns(spec: AttentionSpec, group: Group) -> Array:

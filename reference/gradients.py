@@ -8,6 +8,7 @@ and lse a backend is fed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,8 +19,8 @@ from . import epilogues, scores, softmax
 from .candidates import ValidatedCandidates
 from .edges import attended
 from .epilogues import PulledBack
-from .estimates import LOST, U
-from .forward import NO_EPILOGUE, Branch, forward, kept
+from .estimates import LOST, SLACK, U
+from .forward import NO_EPILOGUE, Branch, forward, forward_branches, kept
 from .gradient_estimates import (
     FLOOR,
     Estimated,
@@ -33,7 +34,7 @@ from .gradient_estimates import (
 from .groups import Group, Inputs, groups
 from .key_gradients import KeyGradient, KeySums, key_sums
 from .paging import PageTable
-from .spec import AttentionSpec, EpilogueKind
+from .spec import AttentionSpec, Epilogue, EpilogueKind
 
 Array = NDArray[np.float64]
 
@@ -81,9 +82,13 @@ def backward(
         before, before_error = result.out, result.out_error
     pulled = epilogues.pull_back(spec.epilogue, before, before_error, d_out, gate)
     found = _backward(Branch(plain, inputs, table, candidates), pulled, d_lse)
+    return replace(found, d_gate=_d_gate(pulled))
+
+
+def _d_gate(pulled: PulledBack) -> Estimated | None:
     if pulled.d_gate is None or pulled.d_gate_error is None:
-        return found
-    return replace(found, d_gate=_judged(pulled.d_gate, pulled.d_gate_error))
+        return None
+    return _judged(pulled.d_gate, pulled.d_gate_error)
 
 
 def _checked(spec: AttentionSpec, d_out: Array, d_lse: Array | None) -> tuple[Array, Array]:
@@ -275,3 +280,53 @@ def _add_buckets(
         weight = (p + LOST) * index.spread(of_row) + FLOOR
     for total, x in ((sums.buckets, d_s), (sums.buckets_error, weight)):
         total += np.bincount(place, x.ravel(), total.size).reshape(total.shape)
+
+
+@dataclass(frozen=True)
+class BranchGradients:
+    """What `backward_branches` yields: the gradients of each branch, of the gates [branches, num_tokens,
+    num_qo_heads], and of the epilogue's gate (None without one).
+    """
+
+    branches: tuple[Gradients, ...]
+    d_gates: Estimated
+    d_gate: Estimated | None = None
+
+
+def backward_branches(
+    branches: Sequence[Branch],
+    gates: Array,
+    d_out: Array,
+    d_lse: Array | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
+    *,
+    gate: Array | None = None,
+) -> BranchGradients:
+    """The gradients of `forward_branches`, whose arguments these are: d_out of the gated sum behind the epilogue; d_lse
+    [branches, num_tokens, num_qo_heads] of each branch's own lse, or None for 0.
+
+    Keys and values that branches share receive the sum of what each branch yields for them. Raises what
+    `forward_branches` and `backward` do.
+    """
+    total, parts = forward_branches(branches, gates)
+    d_lse = np.zeros(gates.shape) if d_lse is None else d_lse
+    if d_lse.shape != gates.shape:
+        raise ValueError(f"d_lse must be {gates.shape} (branches, tokens, query heads), got {d_lse.shape}")
+    checked = [_checked(branch.spec, d_out, part) for branch, part in zip(branches, d_lse, strict=True)]
+    pulled = epilogues.pull_back(epilogue, total.out, total.out_error, d_out, gate)
+    found = []
+    for branch, gate_b, (_, d_lse_b) in zip(branches, gates[..., None], checked, strict=True):
+        scaled = gate_b * pulled.d_out
+        error = np.abs(gate_b) * pulled.error + U * np.abs(scaled) + FLOOR
+        found.append(_backward(branch, PulledBack(scaled, error), d_lse_b))
+    d_gates = _gate_gradients(pulled, np.array([part.out for part in parts]), np.array([p.out_error for p in parts]))
+    return BranchGradients(tuple(found), d_gates, _d_gate(pulled))
+
+
+def _gate_gradients(pulled: PulledBack, out: Array, out_error: Array) -> Estimated:
+    """sum_c d_out_c out_c of each branch: out and its error [branches, tokens, heads, d_vo]."""
+    products = pulled.d_out * out
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = np.abs(pulled.d_out) * out_error + np.abs(out) * pulled.error + pulled.error * out_error
+        error += (out.shape[-1] + 2) * U * np.abs(products) + FLOOR
+    return _judged(products.sum(-1), SLACK * error.sum(-1))

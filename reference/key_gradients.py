@@ -131,8 +131,9 @@ class KeySums:
         key = self.entries(group).reshape(-1)[row // group.edge.shape[1] * n + slot]
         key = np.broadcast_to(key, p.shape).ravel()
         kv_head = group.rows[:, 0] % self.spec.num_kv_heads
-        for total, largest, (by_row, channel) in zip(self.by_key, self.channels, columns, strict=True):
-            weight = (p + LOST) * index.spread(by_row.reshape(-1, p.shape[0])[index.rows].T)
+        for total, largest, (by_row, floor, channel) in zip(self.by_key, self.channels, columns, strict=True):
+            at_edges, least = (index.spread(x.reshape(-1, len(p))[index.rows].T) for x in (by_row, floor))
+            weight = (p + LOST) * at_edges + least
             total += np.bincount(key, weight.ravel(), len(total))
             np.maximum.at(largest, kv_head, channel)
 
@@ -143,7 +144,7 @@ class KeySums:
             d_k[:] = scores.rotate_back(d_k, self.positions.t, self.spec.rope)
         floor = (abs(self.spec.sm_scale) + 1) * (self.terms + 1) * FLOOR
         for value, error, by_key, channel in zip(self.values, self.errors, self.by_key, self.channels, strict=True):
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 for mine, of_channel in zip(self.of_head, channel, strict=True):
                     terms = np.array([by_key[mine], np.full(len(by_key[mine]), floor)])
                     np.matmul(terms.T, np.array([of_channel, np.ones_like(of_channel)]), out=error[mine])
