@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
+import re
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sacts.reference import codecs
+from sacts.reference import codecs, costs
 from sacts.reference.codecs import decode, encode, error_bound, nearest, pack, scales_of, unpack
 from sacts.reference.formats import FORMATS, FP8_FORMATS, decode_table, round_to
 from sacts.reference.spec import Codec, CodecFormat, DType, NaNRule, OverflowRule, ScaleGranularity
@@ -574,7 +577,17 @@ def test_only_integers_have_a_code_range() -> None:
 
 
 def test_the_granularities_of_costs_are_those_of_the_codecs() -> None:
-    from sacts.reference import costs
-
     assert costs.Granularity is ScaleGranularity
     assert codecs.MAX_OFFSET < codecs.MAX_ZERO
+
+
+@pytest.mark.parametrize("module", ["codecs", "quantised"])
+def test_every_public_function_and_rule_is_in_the_document(module: str) -> None:
+    root = Path(__file__).parent.parent
+    document = (root / "docs" / "semantics-codecs.md").read_text(encoding="utf-8")
+    tree = ast.parse((root / "reference" / f"{module}.py").read_text(encoding="utf-8"))
+    public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    assert {name for name in public if f"[`{name}`](../reference/{module}.py)" not in document} == set()
+    rules = re.split(r"\n\*\*(?=Q\d)", document)[1:]
+    assert [rule.split(".")[0] for rule in rules] == [f"Q{i}" for i in range(1, 18)]
+    assert [rule[:3] for rule in rules if "](../tests/" not in rule] == []
