@@ -478,6 +478,31 @@ def test_an_asymmetric_tie_at_the_end_moves_by_half_a_step_only() -> None:
     assert decode(codes, INT4, scale, zero).tolist() == [0.0, 15.0]
 
 
+def test_a_tie_at_the_least_value_does_not_move_the_zero_point() -> None:
+    """1/2 rounds to 0: the least code is -7 there, though -7 - 1/2 would round to -8."""
+    codec = Codec(INT4, asymmetric=True, narrow_range=True)
+    scale, zero = scales_of(np.array([0.5]), np.array([14.5]), codec)
+    assert (scale.tolist(), zero.tolist()) == ([1.0], [-7.0])
+
+
+def test_a_span_that_fp64_rounds_down_does_not_cost_more_than_half_a_step() -> None:
+    """-1/2 + 2^-54 less -31/2 is 15 in FP64; with scale 1 the upper end would lie beyond half a step."""
+    codec = Codec(INT4, asymmetric=True, overflow=OverflowRule.ERROR)
+    ends = np.array([-15.5, np.nextafter(-0.5, 0)])
+    assert ends[1] - ends[0] == 15
+    scale, zero = scales_of(ends[:1], ends[1:], codec)
+    assert scale[0] == 1 + 2.0**-23
+    moved = np.abs(decode(encode(ends, codec, scale, zero), INT4, scale, zero) - ends)
+    assert (moved <= error_bound(ends, codec, scale, zero)).all()
+
+
+@pytest.mark.parametrize("value", [0.3125, -5.0])
+def test_an_asymmetric_group_of_one_value_has_its_size_as_scale(value: float) -> None:
+    """Any scale would do; this one keeps the zero point small."""
+    scale, zero = scales_of(np.array([value]), np.array([value]), Codec(INT8, asymmetric=True))
+    assert (scale[0], zero[0]) == (abs(value), -129 if value > 0 else -127)
+
+
 @pytest.mark.parametrize("format", WRITTEN)
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("value", [3.140625, -0.1875, 1e-44, -1e30, 0.0])
