@@ -33,15 +33,21 @@ def decode(codes: ArrayLike, format: CodecFormat, scale: ArrayLike = 1.0, zero: 
 
 
 def encode(x: ArrayLike, codec: Codec, scale: ArrayLike = 1.0, zero: ArrayLike = 0.0) -> Codes:
-    """The code whose value is nearest to the exact x / scale + zero, of two the even one, in one rounding.
+    """The code whose value is nearest to the exact x / scale + zero, in one rounding; of two the one that is even in
+    its last bit (integers: of code - zero).
 
     fp8: overflow is judged after rounding with an unbounded exponent, as in IEEE 754 and OFP8; the sign of zero and of
     NaN is kept. Integers: up to half a step beyond the range is nearest to the end of the range, no overflow.
     Infinite x overflow. Raises ValueError as the codec's overflow and NaN rules say, naming the first such element,
-    and for a format that is only read (fp8_e4m3fnuz) or a scale that is not positive and finite.
+    for a format that is only read (fp8_e4m3fnuz), a scale that is not positive and finite, and a zero point that is no
+    integer or not 0 under a symmetric codec.
     """
     x, scale, zero = np.broadcast_arrays(*(np.asarray(a, np.float64) for a in (x, scale, zero)))
-    _refuse_scales(scale)
+    _refuse(~((scale > 0) & (scale < np.inf)), scale, "scale must be positive and finite")
+    _refuse(
+        ~((zero == np.rint(zero)) & (np.abs(zero) <= MAX_ZERO)), zero, f"zero point must be an integer up to {MAX_ZERO}"
+    )
+    _refuse((zero != 0) & (not codec.asymmetric), zero, "zero point must be 0 under a symmetric codec")
     nan = np.isnan(x)
     if codec.nan is NaNRule.ERROR and nan.any():
         raise ValueError(f"{_place(nan)} is NaN, which the codec's NaN rule refuses")
@@ -88,7 +94,8 @@ def nearest(x: Array, step: Array) -> Array:
     One rounding, though the quotient is rounded too: a tie (n + 1/2) * step is a number of FP64, any other x lies at
     least 2^-53 of it away, and no such quotient rounds to n + 1/2.
     """
-    return np.asarray(np.rint(x / step))
+    with np.errstate(over="ignore"):
+        return np.asarray(np.rint(x / step))
 
 
 def error_bound(x: ArrayLike, codec: Codec, scale: ArrayLike = 1.0, zero: ArrayLike = 0.0) -> Array:
@@ -115,7 +122,8 @@ def error_bound(x: ArrayLike, codec: Codec, scale: ArrayLike = 1.0, zero: ArrayL
 
 
 def scales_of(least: Array, largest: Array, codec: Codec) -> tuple[Array, Array]:
-    """Scale and zero point of groups whose values lie in [least, largest]; nothing in a group is clipped.
+    """Scale and zero point of groups whose values lie in [least, largest]; nothing in a group is
+    clipped by more than half a step (asymmetric), or at all.
 
     Symmetric: the smallest scale that reaches both ends, max(largest / largest code, least / least code). Asymmetric:
     (largest - least) / number of steps, and the least value gets the least code; a group of one value v: scale |v|.
@@ -207,10 +215,10 @@ def unpack(packed: ArrayLike, codec: Codec, axis: int, length: int) -> Codes:
     return np.moveaxis(both[..., :length], -1, axis)
 
 
-def _refuse_scales(scale: Array) -> None:
-    bad = ~((scale > 0) & (scale < np.inf))
+def _refuse(bad: Bools, values: Array, rule: str) -> None:
+    """Raise ValueError for the first bad value."""
     if bad.any():
-        raise ValueError(f"{_place(bad)}: scale must be positive and finite, got {scale[bad][0]}")
+        raise ValueError(f"{_place(bad)}: {rule}, got {values[bad][0]}")
 
 
 def _place(bad: Bools) -> str:

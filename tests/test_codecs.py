@@ -292,6 +292,27 @@ def test_a_scale_that_is_none_is_refused(scale: float) -> None:
         encode([1.0, 2.0], Codec(INT8), [1.0, scale])
 
 
+@pytest.mark.parametrize(
+    ("codec", "zero", "words"),
+    [
+        (Codec(E4M3FN), 1.0, "must be 0 under a symmetric codec, got 1.0"),
+        (Codec(INT8), -3.0, "must be 0 under a symmetric codec"),
+        (Codec(INT8, asymmetric=True), 0.5, "must be an integer up to"),
+        (Codec(INT8, asymmetric=True), 2.0**25, "must be an integer up to"),
+        (Codec(INT8, asymmetric=True), math.nan, "must be an integer up to"),
+    ],
+)
+def test_a_zero_point_that_is_none_is_refused(codec: Codec, zero: float, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"element \(1,\): zero point {words}"):
+        encode([1.0, 2.0], codec, 1.0, [0.0, zero])
+
+
+def test_a_quotient_that_fp64_does_not_hold_saturates_in_silence() -> None:
+    with np.errstate(all="raise"):
+        for codec in CODECS:
+            assert encode([1e300, -1e300], codec, 2.0**-126).tolist() == encode([1e9, -1e9], codec).tolist()
+
+
 # --- other opinions about encoding
 
 
