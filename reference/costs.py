@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .candidates import CandidateLists, ValidatedCandidates, distinct, lists_of, rows_of
-from .spec import AttentionSpec, DType, Hints
+from .spec import AttentionSpec, DType, Hints, ScaleGranularity
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -109,36 +108,15 @@ def partial_bytes(
     return Partials(states * head_dim_vo * item, states * 2 * item)
 
 
-class Granularity(StrEnum):
-    """What shares one scale of a quantised cache."""
-
-    TENSOR = "tensor"
-    HEAD = "head"
-    CHANNEL = "channel"
-    PAGE = "page"
-    PAGE_HEAD = "page_head"
-    TOKEN_HEAD = "token_head"
-    PAGE_CHANNEL = "page_channel"
-
-
-# The axes of the cache along which the scale changes; a channel is one dim of one head.
-_SCALE_AXES = {
-    Granularity.TENSOR: (),
-    Granularity.HEAD: ("head",),
-    Granularity.CHANNEL: ("head", "dim"),
-    Granularity.PAGE: ("page",),
-    Granularity.PAGE_HEAD: ("page", "head"),
-    Granularity.TOKEN_HEAD: ("page", "token", "head"),
-    Granularity.PAGE_CHANNEL: ("page", "head", "dim"),
-}
+Granularity = ScaleGranularity
 
 
 def scale_bytes(
-    granularity: Granularity, *, pages: int, page_size: int, heads: int, head_dim: int, item: float = 2
+    granularity: ScaleGranularity, *, pages: int, page_size: int, heads: int, head_dim: int, item: float = 2
 ) -> float:
     """Scales of K or of V over `pages` pages; compare with codes of pages * page_size * heads * head_dim items."""
     sizes = {"page": pages, "token": page_size, "head": heads, "dim": head_dim}
-    return math.prod(sizes[axis] for axis in _SCALE_AXES[granularity]) * item
+    return math.prod(sizes[axis] for axis in granularity.axes) * item
 
 
 @dataclass(frozen=True)

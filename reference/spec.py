@@ -166,6 +166,122 @@ class Epilogue:
             raise ValueError(f"epilogue needs 2 to 16 bits and a positive scale, got {self.bits} and {self.scale}")
 
 
+class CodecFormat(StrEnum):
+    """How one element of a quantised K or V is stored; `formats.decode_table` holds the value of each code."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8_E4M3FN = "fp8_e4m3fn"
+    FP8_E5M2 = "fp8_e5m2"
+    FP8_E4M3FNUZ = "fp8_e4m3fnuz"
+
+    @property
+    def integer(self) -> bool:
+        """Whether codes are two's complement integers."""
+        return self in (CodecFormat.INT8, CodecFormat.INT4)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self is CodecFormat.INT4 else 8
+
+
+class ScaleGranularity(StrEnum):
+    """What shares one scale (and zero point) of a quantised cache; a channel is one dim of one head."""
+
+    TENSOR = "tensor"
+    HEAD = "head"
+    CHANNEL = "channel"
+    PAGE = "page"
+    PAGE_HEAD = "page_head"
+    TOKEN_HEAD = "token_head"
+    PAGE_CHANNEL = "page_channel"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of a cache (page, token, head, dim) along which the scale changes; pages are physical."""
+        return _SCALE_AXES[self]
+
+
+_SCALE_AXES = {
+    ScaleGranularity.TENSOR: (),
+    ScaleGranularity.HEAD: ("head",),
+    ScaleGranularity.CHANNEL: ("head", "dim"),
+    ScaleGranularity.PAGE: ("page",),
+    ScaleGranularity.PAGE_HEAD: ("page", "head"),
+    ScaleGranularity.TOKEN_HEAD: ("page", "token", "head"),
+    ScaleGranularity.PAGE_CHANNEL: ("page", "head", "dim"),
+}
+
+
+class OverflowRule(StrEnum):
+    """What a value beyond the largest code becomes. `SATURATE`: the largest code of its sign; `NON_FINITE`: infinity,
+    or NaN where the format has no infinity (fp8 only); `ERROR`: refused.
+    """
+
+    SATURATE = "saturate"
+    NON_FINITE = "non_finite"
+    ERROR = "error"
+
+
+class NaNRule(StrEnum):
+    """What NaN becomes. `KEEP`: NaN (fp8 only); `CODE`: `Codec.nan_code` (integers only); `ERROR`: refused."""
+
+    KEEP = "keep"
+    CODE = "code"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How K or V is quantised: x = (value of the code - zero point) * scale, see `codecs`.
+
+    `power_of_two`: scales are powers of two, else any FP32 values. `asymmetric`: integers with integer zero points;
+    otherwise the zero points are 0. `narrow_range`: the least integer code (-128, -8) is never written.
+    `nibble_axis`: the neighbours along it, "dim" or "token", share a byte of int4, the first in the low nibble where
+    `low_nibble_first`. FP8_E4M3FNUZ is read, never written.
+    """
+
+    format: CodecFormat
+    granularity: ScaleGranularity = ScaleGranularity.TENSOR
+    power_of_two: bool = False
+    asymmetric: bool = False
+    narrow_range: bool = False
+    overflow: OverflowRule = OverflowRule.SATURATE
+    nan: NaNRule = NaNRule.ERROR
+    nan_code: int = 0
+    nibble_axis: str = "dim"
+    low_nibble_first: bool = True
+
+    def __post_init__(self) -> None:
+        integer, packed = self.format.integer, self.format is CodecFormat.INT4
+        for field, default, allowed in (
+            ("asymmetric", False, integer),
+            ("narrow_range", False, integer),
+            ("nan_code", 0, self.nan is NaNRule.CODE),
+            ("nibble_axis", "dim", packed),
+            ("low_nibble_first", True, packed),
+        ):
+            if getattr(self, field) != default and not allowed:
+                raise ValueError(f"codec {self.format} has no use for {field}, got {getattr(self, field)!r}")
+        if self.overflow is OverflowRule.NON_FINITE and integer:
+            raise ValueError(f"codec {self.format} has no infinity and no NaN for overflow rule {self.overflow}")
+        if self.nan is (NaNRule.KEEP if integer else NaNRule.CODE):
+            raise ValueError(f"codec {self.format} cannot follow NaN rule {self.nan}")
+        if self.nibble_axis not in ("dim", "token"):
+            raise ValueError(f"codec nibble_axis must be 'dim' or 'token', got {self.nibble_axis!r}")
+        if self.nan is NaNRule.CODE and not self.code_range[0] <= self.nan_code <= self.code_range[1]:
+            raise ValueError(f"codec nan_code must be in {self.code_range}, got {self.nan_code}")
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The least and the largest integer code that is written. Raises ValueError for fp8."""
+        if not self.format.integer:
+            raise ValueError(f"codec {self.format} has no integer codes")
+        half = 1 << (self.format.bits - 1)
+        return int(self.narrow_range) - half, half - 1
+
+
 class Row(NamedTuple):
     """The identity of a candidate row; it never changes, however tasks are sorted."""
 
@@ -192,7 +308,8 @@ class AttentionSpec:
     Terms of the logit, in order (`scores`): sm_scale * q.k with `rope`, `logits_soft_cap` c (0: none), bias by
     `alibi_slopes` and `buckets` [num_qo_heads], masks. `sink_logits` [num_qo_heads]: learned, joins each row once.
     `query_positions` [num_tokens]: absolute logical positions. `query_ordinals` [num_rows]: of a sequence; empty: k - 1
-    where the list ends with the query's own token, else k.
+    where the list ends with the query's own token, else k. `k_codec`, `v_codec`: how K and V are stored where not in
+    `dtype`; the function is attention over the reconstructed KV (`quantised`).
 
     Raises ValueError, naming the field, for a spec that has no meaning.
     """
@@ -220,6 +337,8 @@ class AttentionSpec:
     sink_logits: tuple[float, ...] = ()
     dropout: Dropout | None = None
     epilogue: Epilogue = Epilogue()
+    k_codec: Codec | None = None
+    v_codec: Codec | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "block_size"):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from sacts.reference import costs
 from sacts.reference.candidates import CandidateLists, expand, validate
-from sacts.reference.costs import Granularity, PageReuse
+from sacts.reference.costs import PageReuse
 from sacts.reference.paging import PageTable
-from sacts.reference.spec import AttentionSpec, DType, Hints
+from sacts.reference.spec import AttentionSpec, DType, Hints, ScaleGranularity
 
 Rows = list[list[int]]
 fast = settings(max_examples=100, deadline=None, derandomize=True)
@@ -129,21 +129,21 @@ def test_a_crossover_table_prefers_dense_and_then_the_first_on_ties_and_refuses_
 @pytest.mark.parametrize(
     ("granularity", "count"),
     [
-        (Granularity.TENSOR, 1),
-        (Granularity.HEAD, 3),
-        (Granularity.CHANNEL, 3 * 8),
-        (Granularity.PAGE, 5),
-        (Granularity.PAGE_HEAD, 5 * 3),
-        (Granularity.TOKEN_HEAD, 5 * 4 * 3),
-        (Granularity.PAGE_CHANNEL, 5 * 3 * 8),
+        (ScaleGranularity.TENSOR, 1),
+        (ScaleGranularity.HEAD, 3),
+        (ScaleGranularity.CHANNEL, 3 * 8),
+        (ScaleGranularity.PAGE, 5),
+        (ScaleGranularity.PAGE_HEAD, 5 * 3),
+        (ScaleGranularity.TOKEN_HEAD, 5 * 4 * 3),
+        (ScaleGranularity.PAGE_CHANNEL, 5 * 3 * 8),
     ],
 )
-def test_scales_are_one_per_what_shares_them(granularity: Granularity, count: int) -> None:
+def test_scales_are_one_per_what_shares_them(granularity: ScaleGranularity, count: int) -> None:
     assert costs.scale_bytes(granularity, pages=5, page_size=4, heads=3, head_dim=8, item=4) == count * 4
 
 
 def test_every_granularity_has_a_scale_count() -> None:
-    for granularity in Granularity:
+    for granularity in ScaleGranularity:
         assert costs.scale_bytes(granularity, pages=1, page_size=1, heads=1, head_dim=1, item=2) == 2
 
 
