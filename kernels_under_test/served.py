@@ -22,6 +22,8 @@ def unserved(spec: AttentionSpec) -> str:
         (spec.buckets, "buckets"),
         (spec.sink_logits, "sink_logits"),
         (spec.dropout, "dropout"),
+        (spec.k_codec, f"k_codec {spec.k_codec.format if spec.k_codec else ''}"),
+        (spec.v_codec, f"v_codec {spec.v_codec.format if spec.v_codec else ''}"),
         (spec.epilogue != Epilogue(), f"epilogue {spec.epilogue.kind}"),
     ):
         if beyond:

@@ -17,7 +17,7 @@ from . import epilogues
 from .candidates import ValidatedCandidates
 from .formats import FORMATS, round_to
 from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups, kept
-from .logit_bounds import U32, gamma, logit_error, weight_error
+from .logit_bounds import U32, gamma, logit_error, reconstruction, weight_error
 from .numerics import Numerics
 from .paging import PageTable
 from .spec import AttentionSpec, CandidateKind, Epilogue, EpilogueKind
@@ -188,6 +188,8 @@ def _allowance(
     rescale = 0.0 if exactness.equal_logits and not spec.sink_logits else rescales(spec, group, numerics) * U32
     u_part, a_part = (part.u, part.a) if numerics.splits else (0.0, 0.0)
 
+    v = reconstruction(spec.v_codec, numerics)
+
     rho = mean_eta + sums + cast_l
     trusted = rho < MAX_RHO
     rho = np.where(trusted, rho, 0.0)
@@ -201,7 +203,8 @@ def _allowance(
         + (a_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
         + ((sums + rescale) * (1 + u_p))[..., None] * abs_sum  # accumulation of P V
         + (sums + 4 * U32 + cast_l)[..., None] * abs_out  # denominator
-        + u_part * abs_sum
+        + (u_part + v.u) * abs_sum
+        + (v.a * (w * factors).sum(-1))[..., None]  # V reconstructed from codes
         + a_part  # split partials
         + FLUSH * (2 + plain_sum / np.minimum(l, 1.0)[..., None])
     ) / (1 - rho)[..., None]

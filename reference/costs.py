@@ -145,15 +145,17 @@ class Work:
 
 
 def work(spec: AttentionSpec, hints: Hints, candidates: ValidatedCandidates) -> Work:
-    """Count a call from its lists; K and V are stored in the spec's dtype."""
+    """Count a call from its lists; K and V are stored as their codecs say, or in the spec's dtype. Scales are counted
+    apart, by `scale_bytes`.
+    """
     seq_lens = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)]
     row_lens = np.repeat(seq_lens, spec.num_kv_heads)
     lists = CandidateLists(candidates.indptr, candidates.indices)
     tiles = kv_tiles(lists, spec.block_size, hints.kv_tile, row_lens)
     attended, dims = int(tiles.filled.sum()), (spec.head_dim_qk, spec.head_dim_vo)
-    item = ITEM_BYTES[spec.dtype]
+    items = [codec.format.bits / 8 if codec else ITEM_BYTES[spec.dtype] for codec in (spec.k_codec, spec.v_codec)]
     kv, tile_kv, dense_kv = (
-        kv_bytes(tokens, *dims, item, item) for tokens in (attended, tiles.slots, int(row_lens.sum()))
+        kv_bytes(tokens, *dims, *items) for tokens in (attended, tiles.slots, int(row_lens.sum()))
     )
     return Work(
         attended=attended,

@@ -22,7 +22,7 @@ from .forward import evaluate, kept
 from .gradients import Gradients, backward
 from .groups import Group, Inputs, groups
 from .key_gradients import KeyGradient, KeySums, key_sums
-from .logit_bounds import U32, gamma, logit_error, operand_error, rounding
+from .logit_bounds import U32, gamma, logit_error, operand_error, reconstruction, rounding
 from .numerics import Numerics
 from .paging import PageTable, scatter
 from .spec import AttentionSpec, DType, EpilogueKind, RoPE
@@ -175,7 +175,8 @@ def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given)
         error + 4 * U32 * (np.abs(np.where(edge, group.z, 0.0)) + np.abs(lse)[..., None]) + numerics.u_exp + 4 * U32
     )
     terms = group.v.shape[-1]
-    d_p_error = (gamma(terms) + 2 * U32) * size
+    v = reconstruction(spec.v_codec, numerics)
+    d_p_error = (gamma(terms) + 2 * U32 + v.u) * size + v.a * a * np.abs(d_out).sum(-1)[..., None]
     d_error = (np.abs(d_out) * (out_error + gamma(terms) * np.abs(rows.out))).sum(-1)
     added = np.abs(d_p) + (np.abs(delta) + np.abs(d_lse))[..., None]
     x = np.abs(d_s) * eta + p * (1 + eta) * (d_p_error + 4 * U32 * added) + FLUSH * edge * (added + 1)
@@ -276,7 +277,7 @@ def _add_keys(total: _KeyTerms, group: Group, keys: KeySums, offset: int, part: 
 
 def _absolute(spec: AttentionSpec, numerics: Numerics) -> float:
     """Absolute error of an element of K as it enters the product with dZ."""
-    return rounding(numerics.rotated).a if spec.rope else 0.0
+    return (rounding(numerics.rotated).a if spec.rope else 0.0) + reconstruction(spec.k_codec, numerics).a
 
 
 def _turned(rope: RoPE, x: Array, position: NDArray[np.int64]) -> Array:

@@ -14,7 +14,7 @@ from . import scores
 from .formats import FORMATS
 from .groups import Group
 from .numerics import Numerics
-from .spec import AttentionSpec, CandidateKind, DType, RoPE
+from .spec import AttentionSpec, CandidateKind, Codec, DType, RoPE
 
 Array = NDArray[np.float64]
 
@@ -40,6 +40,14 @@ def rounding(dtype: DType) -> Rounding:
     return Rounding(0.0, 0.0) if dtype is DType.FP32 else Rounding(FORMATS[dtype].u, FORMATS[dtype].a)
 
 
+def reconstruction(codec: Codec | None, numerics: Numerics) -> Rounding:
+    """Of an element of quantised K or V: (code - zero point) * scale rounds in FP32, then to `reconstructed`."""
+    if codec is None:
+        return Rounding(0.0, 0.0)
+    cast = rounding(numerics.reconstructed)
+    return Rounding(U32 + cast.u, FORMATS[DType.FP32].a + cast.a)
+
+
 def logit_error(spec: AttentionSpec, group: Group, numerics: Numerics) -> Array:
     """E_j: |computed - exact| of each logit with all its terms, before the exponential: [b, r, g, S]."""
     scale = abs(spec.sm_scale)
@@ -47,6 +55,8 @@ def logit_error(spec: AttentionSpec, group: Group, numerics: Numerics) -> Array:
     terms = list(_added(spec, group))
     z = scores.logits(group.q, group.k, spec.sm_scale) if terms or spec.logits_soft_cap else group.z
     error = (gamma(group.q.shape[-1]) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(z)
+    if spec.k_codec:
+        error += _cast_error(reconstruction(spec.k_codec, numerics), 1.0, scale, products, group)
     if spec.rope:
         error += _turn_error(spec.rope, scale, group, numerics)
         error += _cast_error(rounding(numerics.rotated), 2.0, scale, products, group)
@@ -60,7 +70,8 @@ def logit_error(spec: AttentionSpec, group: Group, numerics: Numerics) -> Array:
 
 def operand_error(spec: AttentionSpec, numerics: Numerics) -> float:
     """Relative error of an element of q or K as it enters a product with dZ."""
-    return numerics.u_operand + (rounding(numerics.rotated).u if spec.rope else 0.0)
+    turned = rounding(numerics.rotated).u if spec.rope else 0.0
+    return numerics.u_operand + turned + reconstruction(spec.k_codec, numerics).u
 
 
 def _added(spec: AttentionSpec, group: Group) -> list[Array]:

@@ -14,7 +14,7 @@ from sacts.reference import costs
 from sacts.reference.candidates import CandidateLists, expand, validate
 from sacts.reference.costs import PageReuse
 from sacts.reference.paging import PageTable
-from sacts.reference.spec import AttentionSpec, DType, Hints, ScaleGranularity
+from sacts.reference.spec import AttentionSpec, Codec, CodecFormat, DType, Hints, ScaleGranularity
 
 Rows = list[list[int]]
 fast = settings(max_examples=100, deadline=None, derandomize=True)
@@ -74,6 +74,8 @@ def test_the_work_of_a_call_is_the_sum_over_its_rows() -> None:
     assert found.efficiency == 21 / 48
     half = costs.work(replace(SPEC, dtype=DType.BF16), Hints(kv_tile=8), candidates)
     assert half.kv == found.kv / 2
+    coded = replace(SPEC, k_codec=Codec(CodecFormat.INT4), v_codec=Codec(CodecFormat.FP8_E5M2))
+    assert costs.work(coded, Hints(kv_tile=8), candidates).kv == 21 * (24 / 2 + 16)
 
 
 def test_a_call_that_loads_nothing_wastes_nothing() -> None:

@@ -18,6 +18,8 @@ from sacts.matrices.cell import parse
 from sacts.reference.spec import (
     CandidateKind,
     CausalRule,
+    Codec,
+    CodecFormat,
     Dropout,
     EmptyRowRule,
     Epilogue,
@@ -37,6 +39,8 @@ BEYOND: dict[str, dict[str, Any]] = {
     "buckets": {"buckets": RelativeBuckets((0,), ((0.0,),) * 4)},
     "sink_logits": {"sink_logits": (0.0,) * 4},
     "dropout": {"dropout": Dropout(0.5, 1)},
+    "k_codec int8": {"k_codec": Codec(CodecFormat.INT8)},
+    "v_codec fp8_e5m2": {"v_codec": Codec(CodecFormat.FP8_E5M2)},
     "epilogue gate": {"epilogue": Epilogue(EpilogueKind.GATE)},
 }
 
