@@ -154,9 +154,7 @@ def work(spec: AttentionSpec, hints: Hints, candidates: ValidatedCandidates) -> 
     tiles = kv_tiles(lists, spec.block_size, hints.kv_tile, row_lens)
     attended, dims = int(tiles.filled.sum()), (spec.head_dim_qk, spec.head_dim_vo)
     items = [codec.format.bits / 8 if codec else ITEM_BYTES[spec.dtype] for codec in (spec.k_codec, spec.v_codec)]
-    kv, tile_kv, dense_kv = (
-        kv_bytes(tokens, *dims, *items) for tokens in (attended, tiles.slots, int(row_lens.sum()))
-    )
+    kv, tile_kv, dense_kv = (kv_bytes(tokens, *dims, *items) for tokens in (attended, tiles.slots, int(row_lens.sum())))
     return Work(
         attended=attended,
         slots=tiles.slots,

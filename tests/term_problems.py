@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,14 +11,19 @@ from numpy.typing import NDArray
 
 from sacts.conformance.adapter import Case
 from sacts.kernels_under_test.emulation.arithmetic import TORCH, Arithmetic
+from sacts.kernels_under_test.emulation.terms import Rows
 from sacts.reference.bounds import Expected, expected
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
+from sacts.reference.codecs import pack
 from sacts.reference.forward import Inputs
 from sacts.reference.paging import PagedCache, PageTable
+from sacts.reference.quantised import QuantisedCache, quantise, real_slots
 from sacts.reference.spec import (
     AttentionSpec,
     CandidateKind,
     CausalRule,
+    Codec,
+    CodecFormat,
     Dropout,
     DType,
     EmptyRowRule,
@@ -28,9 +34,13 @@ from sacts.reference.spec import (
     RelativeBuckets,
     RoPE,
     RopeLayout,
+    ScaleGranularity,
 )
 
 Array = NDArray[np.float64]
+Coded = tuple[QuantisedCache | None, QuantisedCache | None]
+
+MODEL = "sacts.kernels_under_test.emulation"
 
 BASE = AttentionSpec(
     num_qo_heads=4,
@@ -68,6 +78,22 @@ SPECS = {
     "silu": replace(BASE, epilogue=Epilogue(EpilogueKind.NONLINEAR, function=Nonlinearity.SILU)),
     "sigmoid": replace(BASE, epilogue=Epilogue(EpilogueKind.NONLINEAR, function=Nonlinearity.SIGMOID)),
     "low bit": replace(BASE, epilogue=Epilogue(EpilogueKind.LOW_BIT, bits=8, scale=0.011)),
+    "int8 KV": replace(
+        BASE,
+        k_codec=Codec(CodecFormat.INT8, ScaleGranularity.PAGE),
+        v_codec=Codec(CodecFormat.INT8, ScaleGranularity.PAGE_HEAD, asymmetric=True),
+    ),
+    "int4 and e4m3 KV": replace(
+        BASE,
+        k_codec=Codec(CodecFormat.INT4, ScaleGranularity.PAGE_CHANNEL, asymmetric=True),
+        v_codec=Codec(CodecFormat.FP8_E4M3FN, ScaleGranularity.HEAD, power_of_two=True),
+    ),
+    "e5m2 K, turned": replace(
+        BASE,
+        rope=RoPE(32),
+        k_codec=Codec(CodecFormat.FP8_E5M2, ScaleGranularity.TOKEN_HEAD),
+        v_codec=Codec(CodecFormat.INT8, ScaleGranularity.CHANNEL),
+    ),
     "everything": replace(
         MULTISET,
         rope=RoPE(32),
@@ -88,7 +114,7 @@ ARITHMETICS = {
         DType.FP16,
         Arithmetic(DType.FP16, DType.FP16, DType.FP16, exp2="truncated", splits=4, merge_outputs=True, tile=16),
     ),
-    "rotated to bf16": (DType.BF16, Arithmetic(rotated=DType.BF16)),
+    "K and V rounded to bf16": (DType.BF16, Arithmetic(rotated=DType.BF16, reconstructed=DType.BF16)),
 }
 
 
@@ -100,6 +126,7 @@ class Problem:
     inputs: Inputs
     table: PageTable
     raw: CandidateLists
+    coded: Coded = (None, None)
 
     @property
     def lists(self) -> ValidatedCandidates:
@@ -111,6 +138,8 @@ class Problem:
     def case(self) -> Case:
         dtype = TORCH[self.spec.dtype]
         q, k, v = (torch.from_numpy(x).to(dtype) for x in (self.inputs.q, self.inputs.k.data, self.inputs.v.data))
+        if self.spec.k_codec or self.spec.v_codec:
+            k, v = torch.empty(0), torch.empty(0)  # nothing may be read but the codes
         shape = (self.spec.num_tokens, self.spec.num_qo_heads)
         table, seq_lens, qo_indptr, indptr, indices = (
             torch.from_numpy(np.asarray(x, np.int32))
@@ -118,6 +147,35 @@ class Problem:
         )
         out, lse = torch.empty(*shape, self.spec.head_dim_vo, dtype=dtype), torch.empty(shape)
         return Case(self.spec, Hints(), q, k, v, table, seq_lens, qo_indptr, indptr, indices, out, lse, torch.empty(0))
+
+    def rows(self, arithmetic: Arithmetic, package: str = MODEL) -> Rows:
+        """The rows of the model, or of a patched copy."""
+        rows, dequantise = (importlib.import_module(f"{package}.{name}") for name in ("rows", "dequantise"))
+        coded = (each and dequantise.Coded(each.codec, *_tensors(each)) for each in self.coded)
+        found: Rows = rows.rows_of(self.case(), *coded, arithmetic.reconstructed)
+        return found
+
+
+def _tensors(cache: QuantisedCache) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes = pack(cache.codes, cache.codec, -1) if cache.codec.format is CodecFormat.INT4 else cache.codes
+    codes, scales, zeros = (torch.from_numpy(np.ascontiguousarray(x)) for x in (codes, cache.scales, cache.zeros))
+    return codes, scales.float(), zeros.float()
+
+
+def quantised(spec: AttentionSpec, inputs: Inputs, table: PageTable) -> tuple[Inputs, Coded]:
+    """Inputs as their codes have them; scales of neighbouring pages, heads and channels differ by large factors."""
+    random, caches, coded = np.random.default_rng(8), [], []
+    for cache, codec in ((inputs.k, spec.k_codec), (inputs.v, spec.v_codec)):
+        if codec is None:
+            caches.append(cache)
+            coded.append(None)
+            continue
+        page, head, dim = (np.exp2(random.integers(-1, 2, n)) for n in np.delete(cache.data.shape, 1))
+        shift = 0.5 if codec.asymmetric else 0.0
+        data = (cache.data + shift) * page[:, None, None, None] * head[:, None] * dim
+        coded.append(quantise(PagedCache(cache.pages, data), codec, real_slots(cache.pages, table, spec.seq_lens)))
+        caches.append(coded[-1].reconstruct())
+    return Inputs(inputs.q, caches[0], caches[1]), (coded[0], coded[1])
 
 
 def problem_of(spec: AttentionSpec, seed: int, size: float) -> Problem:
@@ -148,7 +206,9 @@ def problem_of(spec: AttentionSpec, seed: int, size: float) -> Problem:
                 chosen += chosen[::3] + chosen[:1]
             lists.append(chosen)
     raw = CandidateLists(np.cumsum([0, *map(len, lists)]), np.array([t for row in lists for t in row], np.int64))
-    return Problem(spec, inputs, PageTable(table, spec.page_size, len(pages), _owned(table, counts)), raw)
+    pool = PageTable(table, spec.page_size, len(pages), _owned(table, counts))
+    inputs, coded = quantised(spec, inputs, pool)
+    return Problem(spec, inputs, pool, raw, coded)
 
 
 def aliased(problem: Problem) -> Problem:

@@ -7,19 +7,17 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, replace
 from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from term_problems import ARITHMETICS, SPECS, Problem, aliased, problem_of
+from term_problems import ARITHMETICS, MODEL, SPECS, Problem, aliased, problem_of
 
-from sacts.kernels_under_test.emulation import backward as model
 from sacts.kernels_under_test.emulation.arithmetic import TORCH, Arithmetic, cast
 from sacts.kernels_under_test.emulation.forward import forward as model_forward
-from sacts.kernels_under_test.emulation.rows import by_token, rows_of
+from sacts.kernels_under_test.emulation.rows import by_token
 from sacts.kernels_under_test.faults import ModelFault, model_catalogue, patched
 from sacts.reference.forward import forward
 from sacts.reference.gradient_bounds import Allowed, ExpectedGradients, FedErrors, expected_gradients
@@ -45,7 +43,7 @@ def call_of(problem: Problem, how: Arithmetic, *, end_to_end: bool) -> tuple[Cal
     right = forward(spec, problem.inputs, problem.table, problem.lists)
     if end_to_end:
         allowed = problem.expected(how)
-        out, lse = (by_token(spec, x) for x in model_forward(spec, rows_of(problem.case()), how))
+        out, lse = (by_token(spec, x) for x in model_forward(spec, problem.rows(how), how))
         rounding = np.maximum(allowed.out_hi - allowed.out, allowed.out - allowed.out_lo)
         errors = FedErrors(np.maximum(rounding, allowed.half_width), allowed.lse_bound)
     else:
@@ -68,8 +66,8 @@ class Found(NamedTuple):
     d_sink: Array
 
 
-def run(problem: Problem, call: Call, how: Arithmetic, backward: ModuleType = model, order: int = 0) -> Found:
-    spec, rows = problem.spec, rows_of(problem.case())
+def run(problem: Problem, call: Call, how: Arithmetic, package: str = MODEL, order: int = 0) -> Found:
+    spec, rows, backward = problem.spec, problem.rows(how, package), importlib.import_module(f"{package}.backward")
     d_out, d_lse, out, lse = (
         torch.from_numpy(x).float().reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in call
     )
@@ -149,12 +147,11 @@ FAULTS = [fault for fault in model_catalogue().values() if set(fault.outputs) <=
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_seeded_fault_of_backward_leaves_its_bound(fault: ModelFault, dtype: DType) -> None:
     how = Arithmetic(p=dtype, out=dtype)
-    faulty = importlib.import_module(f"{patched(fault, 'emulation')}.backward")
     problem = problem_for(SPECS[fault.problem], dtype)
     call, errors = call_of(problem, how, end_to_end=False)
     allowed = allowed_of(problem, how, call, errors)
     assert max(judged(allowed, run(problem, call, how)).__dict__.values()) <= 1
-    found = judged(allowed, run(problem, call, how, faulty)).__dict__
+    found = judged(allowed, run(problem, call, how, patched(fault, "emulation"))).__dict__
     assert {name for name, use in found.items() if use > 1} == set(fault.outputs)
 
 

@@ -22,17 +22,18 @@ CUBIC = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.07711908
 class Arithmetic:
     """How the model computes. Everything not named here is FP32, rounded to nearest.
 
-    p, out, partial, rotated: as in `Numerics`. exp2: `exact`, `truncated` (to 23 bits) or `cubic`. fraction_bits: 0 for
-    FP32 sums; else products are aligned to the largest of MMA_K terms and truncated to so many bits, as tensor cores
-    do. tile, splits: slots per tile, parts of a row. order: seed of the order of tiles, 0 for that of the slots. lag:
-    octaves by which the running maximum may stay behind. merge_outputs: splits are merged from normalised outputs
-    and their lse.
+    p, out, partial, rotated, reconstructed: as in `Numerics`. exp2: `exact`, `truncated` (to 23 bits) or `cubic`.
+    fraction_bits: 0 for FP32 sums; else products are aligned to the largest of MMA_K terms and truncated to so many
+    bits, as tensor cores do. tile, splits: slots per tile, parts of a row. order: seed of the order of tiles, 0 for
+    that of the slots. lag: octaves by which the running maximum may stay behind. merge_outputs: splits are merged
+    from normalised outputs and their lse.
     """
 
     p: DType = DType.BF16
     out: DType = DType.BF16
     partial: DType = DType.FP32
     rotated: DType = DType.FP32
+    reconstructed: DType = DType.FP32
     exp2: str = "exact"
     fraction_bits: int = 0
     l_sums_cast_p: bool = False
@@ -50,6 +51,7 @@ class Arithmetic:
             out=self.out,
             partial=self.partial,
             rotated=self.rotated,
+            reconstructed=self.reconstructed,
             u_exp=1.1e-4 if self.exp2 == "cubic" else 2.0**-22,
             l_sums_cast_p=self.l_sums_cast_p,
             min_tile=self.tile,

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from sacts.conformance.adapter import PADDING, Case
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, EmptyRowRule
 
+from .dequantise import Coded, gathered
 from .terms import Rows
 
 
-def rows_of(case: Case) -> Rows:
-    """All candidate rows of a case, padded to the longest."""
+def rows_of(case: Case, k: Coded | None = None, v: Coded | None = None, reconstructed: DType = DType.FP32) -> Rows:
+    """All candidate rows of a case, padded to the longest; K or V from codes where the spec has a codec."""
     spec = case.spec
     lists = [_attended(case, index) for index in range(spec.num_rows)]
     width = max((len(keys) for keys, _ in lists), default=0) or 1
@@ -26,9 +27,13 @@ def rows_of(case: Case) -> Rows:
     head = torch.arange(spec.num_rows) % spec.num_kv_heads
     page = torch.where(edge, case.page_table.long()[request[:, None], t // spec.page_size], 0)
     offset = torch.where(edge, t % spec.page_size, 0)
-    k, v = (
-        torch.where(edge[..., None], cache[page, offset, head[:, None]].float(), 0.0)
-        for cache in (case.k_cache, case.v_cache)
+    at = page, offset, head[:, None].expand_as(page)
+    keys, values = (
+        torch.where(edge[..., None], gathered(coded, *at, dim, reconstructed) if coded else cache[at].float(), 0.0)
+        for cache, coded, dim in (
+            (case.k_cache, k, spec.head_dim_qk),
+            (case.v_cache, v, spec.head_dim_vo),
+        )
     )
     sequence = spec.candidate_kind is CandidateKind.SEQUENCE
     uids = torch.tensor(
@@ -36,8 +41,8 @@ def rows_of(case: Case) -> Rows:
     )
     return Rows(
         q=case.q.float().reshape(spec.num_rows, spec.group_size, spec.head_dim_qk),
-        k=k,
-        v=v,
+        k=keys,
+        v=values,
         edge=edge,
         counts=count.clamp(min=1),
         key_position=ordinal if sequence else t,
