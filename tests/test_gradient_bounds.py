@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from term_problems import ARITHMETICS, MODEL, SPECS, Problem, aliased, problem_of
+from term_problems import ARITHMETICS, BASE, MODEL, SPECS, Problem, aliased, problem_of
 
 from sacts.kernels_under_test.emulation.arithmetic import TORCH, Arithmetic, cast
 from sacts.kernels_under_test.emulation.forward import forward as model_forward
@@ -178,3 +178,12 @@ def test_runs_that_add_in_another_order_lie_within_the_range(dtype: DType) -> No
         assert (spread <= gate.run_to_run).all()
         assert spread.max() > 0
         assert (gate.run_to_run < 0.1 * gate.half_width)[spread > 0].mean() > (0.9 if dtype is DType.BF16 else 0)
+
+
+def test_behind_a_nonlinear_epilogue_no_gradient_has_a_bound() -> None:
+    problem = problem_for(SPECS["silu"], DType.BF16)
+    how = Arithmetic()
+    call, errors = call_of(replace(problem, spec=replace(problem.spec, epilogue=BASE.epilogue)), how, end_to_end=False)
+    allowed = allowed_of(problem, how, call, errors)
+    for each in (allowed.d_q, allowed.d_k, allowed.d_v):
+        assert np.isinf(each.half_width).all()
