@@ -4,6 +4,7 @@ physical slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +24,6 @@ from .spec import AttentionSpec, CandidateKind
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Pair = tuple[Array, Array]
 
 
 class Positions(NamedTuple):
@@ -40,19 +40,40 @@ class Positions(NamedTuple):
     offset: Ints
 
 
+class KeyBound(NamedTuple):
+    """The error of an entry's channel c is at most by_key [n] * channel [num_requests, num_kv_heads, dim] + floor."""
+
+    by_key: Array
+    channel: Array
+    floor: float
+
+
 @dataclass(frozen=True)
 class KeyGradient:
     """The gradient of K or V at the positions that are attended; it is 0 at every other.
 
-    value [n, dim], of K behind RoPE, as the cache stores it (rotated back by the key's own position), and `error`
-    [n, dim], a bound of its distance to the exact one: infinite where FP64 is too short, never judge by it.
+    value [n, dim], of K as the cache stores it (rotated back by the key's own position); `bound` spells out `error`.
     """
 
     positions: Positions
     value: Array
-    error: Array
+    bound: KeyBound
     num_kv_heads: int
     page_size: int
+
+    @cached_property
+    def error(self) -> Array:
+        """[n, dim], a bound of the distance of `value` to the exact one: infinite where FP64 is too short, so that
+        nothing may be judged by it.
+        """
+        by_key, channel, floor = self.bound
+        error: Array = channel[self.positions.request, self.positions.kv_head]
+        with np.errstate(over="ignore"):
+            error *= by_key[:, None]
+            error += floor
+            if not np.isfinite(by_key.max(initial=0) * channel.max(initial=0) / U**2):  # else nothing overflowed
+                judge(self.value, error)
+        return error
 
     def logical(self, request: int, seq_len: int) -> tuple[Array, Array]:
         """Value and error of one request at every logical position, 0 where nothing attends: [seq_len, heads, dim]."""
@@ -85,22 +106,22 @@ class KeyGradient:
 
 
 class KeySums:
-    """The sums of one request while its groups are added: views of the batch's values and errors, (d_k, d_v) each.
+    """The sums of one request while its groups are added: views of d_k and d_v, their values and their bounds.
 
     K is summed as the product sees it and rotated back at the end, but for a sequence, where the position of a key is
     its ordinal and differs from row to row.
     """
 
-    def __init__(self, spec: AttentionSpec, places: _Places, values: Pair, errors: Pair) -> None:
+    def __init__(self, spec: AttentionSpec, places: _Places, mine: slice, gradients: Sequence[KeyGradient]) -> None:
         self.spec, self.positions, self.entry = spec, places.positions, places.entry
-        self.values, self.errors = values, errors
-        self.by_key = tuple(np.zeros(len(value)) for value in values)
-        self.channels = tuple(np.zeros((spec.num_kv_heads, value.shape[1])) for value in values)
+        self.values = [gradient.value[mine] for gradient in gradients]
+        self.by_key = [gradient.bound.by_key[mine] for gradient in gradients]
+        self.channels = [gradient.bound.channel[places.request] for gradient in gradients]
         self.in_order = spec.candidate_kind is not CandidateKind.SEQUENCE
         ends = np.searchsorted(self.positions.kv_head, range(spec.num_kv_heads + 1)).tolist()
         self.of_head = [slice(start, stop) for start, stop in pairwise(ends)]
         self.begun: set[tuple[int, int]] = set()  # (which, KV head) that hold a sum
-        self.terms = spec.qo_lens[places.request] * spec.group_size
+        self.terms = _terms(spec)
 
     def entries(self, group: Group) -> Ints:
         """The entry of each key [b, S] of a group; of keys that no row attends, whatever."""
@@ -138,18 +159,10 @@ class KeySums:
             np.maximum.at(largest, kv_head, channel)
 
     def finish(self) -> None:
-        """K rotated back, and the errors of both."""
+        """K rotated back."""
         d_k = self.values[0]
         if self.spec.rope and self.in_order:
             d_k[:] = scores.rotate_back(d_k, self.positions.t, self.spec.rope)
-        floor = (abs(self.spec.sm_scale) + 1) * (self.terms + 1) * FLOOR
-        for value, error, by_key, channel in zip(self.values, self.errors, self.by_key, self.channels, strict=True):
-            with np.errstate(over="ignore", invalid="ignore"):
-                for mine, of_channel in zip(self.of_head, channel, strict=True):
-                    terms = np.array([by_key[mine], np.full(len(by_key[mine]), floor)])
-                    np.matmul(terms.T, np.array([of_channel, np.ones_like(of_channel)]), out=error[mine])
-                if not np.isfinite(by_key.max() * channel.max() / U**2):  # else no value can have overflowed
-                    judge(value, error)
 
 
 class _Places(NamedTuple):
@@ -184,15 +197,25 @@ def key_sums(
     nothing = Positions(*[np.zeros(0, np.int64)] * 5)
     columns = zip(nothing, *(place.positions for place in places), strict=True)
     positions = Positions(*(np.concatenate(column) for column in columns))
+    requests = (spec.num_requests, spec.num_kv_heads)
+    floor = (abs(spec.sm_scale) + 1) * (_terms(spec) + 1) * FLOOR
     d_k, d_v = (
-        KeyGradient(positions, np.zeros(shape), np.empty(shape), spec.num_kv_heads, table.page_size)
-        for shape in ((stops[-1], spec.head_dim_qk), (stops[-1], spec.head_dim_vo))
-    )
-    sums = {}
-    for place, (start, stop) in zip(places, pairwise(stops), strict=True):
-        values, errors = ((d_k.value, d_v.value), (d_k.error, d_v.error))
-        mine = slice(start, stop)
-        sums[place.request] = KeySums(
-            spec, place, (values[0][mine], values[1][mine]), (errors[0][mine], errors[1][mine])
+        KeyGradient(
+            positions,
+            np.zeros((stops[-1], dim)),
+            KeyBound(np.zeros(stops[-1]), np.zeros((*requests, dim)), floor),
+            spec.num_kv_heads,
+            table.page_size,
         )
+        for dim in (spec.head_dim_qk, spec.head_dim_vo)
+    )
+    sums = {
+        place.request: KeySums(spec, place, slice(start, stop), (d_k, d_v))
+        for place, (start, stop) in zip(places, pairwise(stops), strict=True)
+    }
     return sums, d_k, d_v
+
+
+def _terms(spec: AttentionSpec) -> int:
+    """Products that may be added up for one key."""
+    return max(spec.qo_lens, default=0) * spec.group_size
