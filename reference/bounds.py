@@ -82,7 +82,7 @@ def expected(
     half_width, edges = np.zeros_like(out), np.zeros(lse.shape, np.int64)
     lse_bound, trusted = np.zeros_like(lse), np.full(lse.shape, True)
     if spec.sink_logits:
-        lse_bound += _log_error(1.0, lse, lse)
+        lse_bound += log_error(1.0, lse, lse)
     exactness = _provable(spec, exactness)
     for group in groups(spec, inputs, table, candidates):
         rows = evaluate(spec, group)
@@ -212,12 +212,12 @@ def _allowance(
     own_out = U64 * abs_out if exactness.equal_logits and exactness.exact_sums else own.out
     return (
         np.where(some[..., None], half_width + own_out, 0.0),
-        np.where(some, rho / (1 - rho) + _log_error(l, lse, top) + own.lse, 0.0),
+        np.where(some, rho / (1 - rho) + log_error(l, lse, top) + own.lse, 0.0),
         (trusted & own.in_range) | ~some,
     )
 
 
-def _log_error(l: Array | float, lse: Array, top: Array) -> Array:
+def log_error(l: Array | float, lse: Array, top: Array) -> Array:
     """Of m + ln l, for an exact l: a logarithm, products with ln 2, a sum."""
     return 2 * (2.0**-21 + 4 * U32 * (np.abs(np.log(l)) + np.abs(lse) + np.abs(top))) + U32 * np.abs(lse)
 
