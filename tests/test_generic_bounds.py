@@ -112,7 +112,10 @@ def test_more_checks_ask_for_more_confidence() -> None:
 def test_a_bound_is_narrower_than_gate_a() -> None:
     problem, how = long_problem(9), Arithmetic()
     allowed = problem.expected(how)
+    shares = []
     for row in rows_of(problem, how):
         mine = row.token, row.head
-        assert (row.half_width < 0.85 * allowed.half_width[mine]).all()
-        assert row.lse_bound < allowed.lse_bound[mine]
+        shares.append(row.half_width / allowed.half_width[mine])
+        assert row.lse_bound < 0.6 * allowed.lse_bound[mine]
+    assert np.max(shares) < 1
+    assert np.median(shares) < 0.8
