@@ -107,6 +107,18 @@ class Scale(StrEnum):
     DEFAULT = "default"
 
 
+class Determinism(StrEnum):
+    """What a backend may promise of an output: the same bits in another launch, in another process, under other hints
+    (splits, tiles), whatever else is in the batch, and wherever the pages lie and however a set is ordered.
+    """
+
+    RUN_TO_RUN = "run-to-run"
+    PROCESS_TO_PROCESS = "process-to-process"
+    SCHEDULE = "schedule"
+    BATCH_INVARIANT = "batch-invariant"
+    PLACEMENT_INVARIANT = "placement-invariant"
+
+
 SEQ_LEN = "T"  # a sentinel: the row's own committed KV length
 
 
@@ -118,6 +130,7 @@ class Capabilities:
     `packed_kv`: K and V share one tensor, `case.kv_cache` [num_pages, 2, ...]. `real_strides`: caches may be strided
     views; a backend without gets contiguous ones. `sentinel`: the padding value of raw lists, or SEQ_LEN. `causal`:
     the one causal rule that the backend knows. `workspace_zeroed`: the workspace must be zero before each launch.
+    `determinism` by output ("out", "lse"): the levels that are promised; none: results vary within their bounds.
     """
 
     consumes: Consumes = Consumes.VALIDATED
@@ -132,6 +145,7 @@ class Capabilities:
     scale: Scale = Scale.SPEC
     causal: CausalRule = CausalRule.BOTTOM_RIGHT
     workspace_zeroed: bool = False
+    determinism: Mapping[str, frozenset[Determinism]] = field(default_factory=dict)
     numerics: Mapping[DType, Numerics] = field(default_factory=dict)
 
     def numerics_of(self, dtype: DType) -> Numerics:

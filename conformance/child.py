@@ -18,10 +18,11 @@ import msgspec
 from sacts.matrices.cell import parse
 from sacts.reports.records import Record, Verdict
 
-from . import conventions
-from .adapter import Backend
+from . import conventions, determinism
+from .adapter import Backend, Determinism, Refused
+from .determinism import Measurement
 from .judge import blank, judge
-from .launch import Launcher
+from .launch import AdapterRaised, ContractBroken, Launcher
 from .loading import AdapterError, load
 
 
@@ -45,6 +46,25 @@ class Described(msgspec.Struct, tag="described"):
     error: str = ""
 
 
+class Measure(msgspec.Struct, tag="measure"):
+    """Measure the determinism of this cell."""
+
+    cell: str
+    replicate: int = 0
+    repeats: int = 5
+
+
+class Measured(msgspec.Struct, tag="measured"):
+    """What was measured in this process, a digest of each output, and which of them promise the same bits in others; or
+    why there is nothing.
+    """
+
+    measurements: list[Measurement] = []
+    digests: dict[str, str] = {}
+    promises: dict[str, bool] = {}
+    error: str = ""
+
+
 class Started(msgspec.Struct, tag="started"):
     """A launch begins; it must end within `limit` seconds."""
 
@@ -59,7 +79,7 @@ class Judged(msgspec.Struct, tag="judged"):
     last: bool = False
 
 
-Message = Started | Judged | Described
+Message = Started | Judged | Described | Measured
 OPTIONAL_MEMBERS = ("capabilities", "support", "workspace_bytes", "plan")
 
 
@@ -103,11 +123,15 @@ class Child:
     def serve(self, orders: BinaryIO) -> None:
         """Judge until the orders end."""
         for line in orders:
-            order = msgspec.json.decode(line, type=Order | Describe)
+            order = msgspec.json.decode(line, type=Order | Describe | Measure)
             if isinstance(order, Describe):
                 self._send(self._describe())
                 continue
             self._launches = 0
+            if isinstance(order, Measure):
+                self._send(self._measure(order))
+                faulthandler.cancel_dump_traceback_later()
+                continue
             record = self._judge(order)
             faulthandler.cancel_dump_traceback_later()
             sound = device_is_sound(self._device)
@@ -135,6 +159,18 @@ class Child:
             return Described(error=str(error))
         members = [name for name in OPTIONAL_MEMBERS if hasattr(backend.adapter, name)]
         return Described(conventions.described(backend.capabilities), members)
+
+    def _measure(self, order: Measure) -> Measured:
+        try:
+            launcher, cell = self._launcher({}), parse(order.cell)
+            if not order.repeats:
+                digests = determinism.digests(launcher, cell, order.replicate)
+                level = Determinism.PROCESS_TO_PROCESS
+                promises = {name: determinism.promised(launcher.backend, name, level) for name in digests}
+                return Measured(digests=digests, promises=promises)
+            return Measured(determinism.measure(launcher, cell, order.replicate, order.repeats))
+        except (AdapterError, AdapterRaised, ContractBroken, Refused) as error:
+            return Measured(error=f"{type(error).__name__}: {error}")
 
     def _judge(self, order: Order) -> Record:
         def failed(verdict: Verdict, sentence: str) -> Record:

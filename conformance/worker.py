@@ -23,7 +23,7 @@ import msgspec
 from sacts.reports.records import Record, Verdict
 
 if TYPE_CHECKING:
-    from .child import Describe, Described, Order
+    from .child import Describe, Described, Measure, Measured, Order
 
 GRACE = 5.0  # seconds between the child's own alarm, which leaves a traceback, and the kill
 SUITE_LIMIT = 300.0  # seconds for the suite's own work between launches
@@ -85,7 +85,22 @@ class Worker:
             return Described(error=error)
         return msgspec.json.decode(line, type=Described)
 
-    def _send(self, order: Order | Describe) -> None:
+    def measure(self, cell: str, replicate: int = 0, repeats: int = 0) -> Measured:
+        """How far results of one cell vary in this process; `repeats` 0: only a digest of each output."""
+        from .child import Measure, Measured, Started
+
+        self._send(Measure(cell, replicate, repeats))
+        launch, limit = 0, SUITE_LIMIT
+        while True:
+            line = self._read(limit + GRACE)
+            if not line:
+                return Measured(error=self._lost(cell, replicate, launch, limit, timed_out=line is None).sentence)
+            message = msgspec.json.decode(line, type=Started | Measured)
+            if isinstance(message, Measured):
+                return message
+            launch, limit = message.launch, message.limit
+
+    def _send(self, order: Order | Describe | Measure) -> None:
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None

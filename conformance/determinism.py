@@ -1,0 +1,197 @@
+"""Determinism as named levels: what a backend promises for each output, measured by launching the same call in other
+ways. Without a promise a result may vary within its bound; with one its bits may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sacts.matrices.cell import Cell
+from sacts.reference.bounds import Expected, expected
+from sacts.reference.forward import Inputs
+
+from .adapter import Backend, Determinism
+from .build import Problem, build
+from .launch import Launcher, Observed, place_of
+from .probes.inputs import RANDOM
+from .relations import Variant, chosen, hinted, relabelled, repeated, shuffled
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+SPLITS, TILES = (1, 2, 3, 5), (16, 32, 128)  # of the schedule, each varied alone
+LOAD = 2048  # side of the matrices that keep a GPU busy while it is measured
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """One output at one level. `distinct`: the most different results that any row had; `range_use`: the largest
+    distance of two launches over what the bound allows; `place`: the first row that differs, or empty.
+    """
+
+    level: str
+    output: str
+    launches: int
+    distinct: int
+    range_use: float
+    place: str
+    promised: bool
+
+    @property
+    def kept(self) -> bool:
+        """Whether a promise, if there is one, held; without one the range must lie within the bound."""
+        return self.distinct == 1 if self.promised else self.range_use <= 1
+
+
+def _repeats(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
+    for _ in range(repeats):
+        yield repeated(problem, inputs)
+
+
+def _schedules(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
+    for splits in SPLITS:
+        yield hinted(problem, inputs, replace(problem.hints, num_splits=splits))
+    for tile in TILES:
+        yield hinted(problem, inputs, replace(problem.hints, kv_tile=tile))
+
+
+def _batches(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
+    requests = range(problem.spec.num_requests)
+    yield chosen(problem, inputs, requests[::-1])
+    for request in requests:
+        yield chosen(problem, inputs, [request])
+
+
+def _placements(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
+    for replicate in range(repeats):
+        yield relabelled(problem, inputs, replicate)
+        yield shuffled(problem, inputs, replicate)
+
+
+LEVELS: dict[Determinism, Callable[[Problem, Inputs, int], Iterator[Variant]]] = {
+    Determinism.RUN_TO_RUN: _repeats,
+    Determinism.SCHEDULE: _schedules,
+    Determinism.BATCH_INVARIANT: _batches,
+    Determinism.PLACEMENT_INVARIANT: _placements,
+}
+
+
+def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> list[Measurement]:
+    """Every level but that of other processes (see `digests`), on the random probe of a cell."""
+    problem = build(cell, replicate)
+    inputs = RANDOM.inputs(problem)
+    numerics = launcher.backend.capabilities.numerics_of(problem.spec.dtype)
+    allowed = expected(problem.spec, inputs, problem.table, problem.candidates, replace(numerics, splits=True))
+    first = launcher(problem, inputs)
+    found = []
+    for level, variants in LEVELS.items():
+        with _busy(launcher.device) if level is Determinism.RUN_TO_RUN else nullcontext():
+            runs = [
+                (launcher(v.problem, v.inputs, hints=v.hints), v.tokens) for v in variants(problem, inputs, repeats)
+            ]
+        found += [
+            _measured(launcher.backend, problem, allowed, level, output, first, runs) for output in outputs(first)
+        ]
+    return found
+
+
+def outputs(observed: Observed) -> tuple[str, ...]:
+    """The outputs that a backend has."""
+    return ("out",) if observed.lse is None else ("out", "lse")
+
+
+def _measured(
+    backend: Backend,
+    problem: Problem,
+    allowed: Expected,
+    level: Determinism,
+    output: str,
+    first: Observed,
+    runs: list[tuple[Observed, Ints]],
+) -> Measurement:
+    values, all_bits = _of(first, output)
+    low, high, seen = values.copy(), values.copy(), [{row.tobytes()} for row in _by_row(all_bits)]
+    heads = problem.spec.num_qo_heads
+    for observed, tokens in runs:
+        found, found_bits = _of(observed, output)
+        low[tokens], high[tokens] = np.minimum(low[tokens], found), np.maximum(high[tokens], found)
+        places = (tokens[:, None] * heads + np.arange(heads)).ravel()
+        for at, row in zip(places.tolist(), _by_row(found_bits), strict=True):
+            seen[at].add(row.tobytes())
+    width = allowed.out_hi - allowed.out_lo if output == "out" else 2 * allowed.lse_bound
+    with np.errstate(invalid="ignore", divide="ignore"):
+        use = np.where(high > low, (high - low) / width, 0.0)
+    counts = np.array([len(each) for each in seen])
+    place = place_of(problem.spec, *divmod(int(np.argmax(counts > 1)), heads)) if (counts > 1).any() else ""
+    return Measurement(
+        level=str(level),
+        output=output,
+        launches=len(runs) + 1,
+        distinct=int(counts.max(initial=1)),
+        range_use=float(np.nan_to_num(use, nan=0.0, posinf=1e30).max(initial=0.0)),
+        place=place,
+        promised=promised(backend, output, level),
+    )
+
+
+def promised(backend: Backend, output: str, level: Determinism) -> bool:
+    """Whether the adapter declares a level for an output."""
+    return level in backend.capabilities.determinism.get(output, frozenset())
+
+
+def _of(observed: Observed, output: str) -> tuple[Array, Ints]:
+    if output == "out":
+        return observed.out, observed.out_bits
+    assert observed.lse is not None and observed.lse_bits is not None
+    return observed.lse, observed.lse_bits
+
+
+def _by_row(values: Ints) -> Ints:
+    """[tokens * heads, ...]."""
+    return np.ascontiguousarray(values.reshape(values.shape[0] * values.shape[1], -1))
+
+
+def digests(launcher: Launcher, cell: Cell, replicate: int) -> dict[str, str]:
+    """A hash of the bits of each output, to be compared with that of another process."""
+    problem = build(cell, replicate)
+    observed = launcher(problem, RANDOM.inputs(problem))
+    return {name: blake2b(_of(observed, name)[1].tobytes(), digest_size=16).hexdigest() for name in outputs(observed)}
+
+
+def across_processes(backend_promises: dict[str, bool], found: list[dict[str, str]]) -> list[Measurement]:
+    """The level of other processes, from the digests that each of them gave; the range is not known, only bits are."""
+    return [
+        Measurement(
+            level=str(Determinism.PROCESS_TO_PROCESS),
+            output=name,
+            launches=len(found),
+            distinct=len({each[name] for each in found}),
+            range_use=0.0,
+            place="",
+            promised=backend_promises[name],
+        )
+        for name in found[0]
+    ]
+
+
+def _busy(device: str) -> AbstractContextManager[None]:
+    """Other work on a GPU, so that blocks do not run in the same order each time."""
+    return _busy_stream(device) if device.startswith("cuda") else nullcontext()
+
+
+@contextmanager
+def _busy_stream(device: str) -> Iterator[None]:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        x = torch.ones(LOAD, LOAD, device=device)
+        for _ in range(200):
+            x = x @ x * (1 / LOAD)
+    yield
+    stream.synchronize()
