@@ -58,6 +58,8 @@ class Target:
     def named(self, location: Location) -> bool:
         """Whether the location names this row."""
         spec = self.problem.spec
+        if location.row is None:
+            return False
         token, head = location.row
         return token == self.row[0] and head // spec.group_size == self.kv_head
 
@@ -644,6 +646,7 @@ def heads_exchanged(problem: Problem, random: Random) -> Seeded | None:
         return (
             clue is not None
             and clue.row is not None
+            and found.row is not None
             and found.row[0] == clue.row[0] == where.row[0]
             and {found.row[1], clue.row[1]} == {a, b}
         )
@@ -665,7 +668,7 @@ def query_of_another_head(problem: Problem, random: Random) -> Seeded | None:
 
     def right(found: Location) -> bool:
         clue = first(found, Kind.MISPLACED)
-        return clue is not None and found.row[1] == a and clue.row == (found.row[0], b)
+        return clue is not None and found.row is not None and found.row[1] == a and clue.row == (found.row[0], b)
 
     return Patched(change), right
 
@@ -705,7 +708,11 @@ def table_shifted(problem: Problem, random: Random) -> Seeded | None:
         extras = [
             o for clue in found.clues for o in clue.tokens if o.request != where.request or clue.kind is Kind.EXTRA
         ]
-        return spec.token_request[found.row[0]] == where.request and any(o.physical in moved for o in extras)
+        return (
+            found.row is not None
+            and spec.token_request[found.row[0]] == where.request
+            and any(o.physical in moved for o in extras)
+        )
 
     return Patched(change), right
 

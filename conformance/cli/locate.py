@@ -46,7 +46,8 @@ def locate(
     elif answer.problem:
         out.print(Text(answer.problem, "bold red"))
     elif answer.finding is None:
-        out.print(Text("nothing is wrong: the count and the random family lie within their bounds", "green"))
+        fine = "the count and the random family lie within their bounds, and poison changes no bit"
+        out.print(Text(f"nothing is wrong: {fine}", "green"))
     else:
         out.print(Text(f"[{answer.finding.gate}] {answer.finding.sentence}"))
         out.print(f"{answer.launches} launches beyond the two that showed the failure", highlight=False)

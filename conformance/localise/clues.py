@@ -40,6 +40,7 @@ class Kind(StrEnum):
     BATCH = "batch"
     EMPTY = "empty"
     LSE = "lse"
+    LAYOUT = "layout"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def read(family: Family, decoded: Decoded, token: int, qo_head: int) -> Reading:
     strip = _strip(problem, decoded, token, qo_head)
     if not np.isfinite(decoded.first.observed).all():
         return Reading((Clue(Kind.WEIGHT, "its weights are not finite", Gate.COUNT),), strip)
+    if vanished := _vanished(decoded):
+        return Reading((vanished,), strip)
     if region := _regions(family, decoded, token):
         return Reading((region,), strip)
     found = _found(family, decoded, token)
@@ -101,17 +104,23 @@ def read(family: Family, decoded: Decoded, token: int, qo_head: int) -> Reading:
 # --- the whole row
 
 
+def _vanished(decoded: Decoded) -> Clue | None:
+    """All weights are 0 under too large an lse: the denominator's fault, not the tokens'."""
+    lse, k = decoded.lse, int(decoded.walk.count.sum())
+    if decoded.first.observed.any() or not lse[0] > lse[1] + 1:
+        return None
+    words = (
+        f"its {k} weights vanish under an lse of {lse[0]:.7g}, expected {lse[1]:.7g}: "
+        f"the denominator counts more edges, the numerator {k}"
+    )
+    return Clue(Kind.DENOMINATOR, words, Gate.LSE)
+
+
 def _of_denominator(family: Family, decoded: Decoded) -> tuple[Clue, ...]:
     """No slot is wrong by itself: is the sum of all?"""
     first, lse = decoded.first, decoded.lse
     k = int(decoded.walk.count.sum())
     right = float(first.expected.sum())
-    if not first.observed.any() and lse[0] > lse[1] + 1:
-        words = (
-            f"its {k} weights vanish under an lse of {lse[0]:.7g}, expected {lse[1]:.7g}: "
-            f"the denominator counts more edges, the numerator {k}"
-        )
-        return (Clue(Kind.DENOMINATOR, words, Gate.LSE),)
     if not k or abs(first.total - right) <= 0.25 / k + 2 * FORMATS[family.problem.spec.dtype].u:
         return ()
     with np.errstate(over="ignore"):

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sacts.reference.forward import Inputs
+from sacts.reference.spec import Hints
 from sacts.reports.records import Finding, Gate, Strip
 
 from ..adapter import Refused
 from ..build import Problem
-from ..launch import AdapterRaised, ContractBroken, Launcher, place_of
+from ..gates.layout import POISONS, judge_layout
+from ..launch import CLEAN, WHOLE, AdapterRaised, ContractBroken, Launcher, Observed, Surroundings, place_of
 from ..probes.inputs import COUNT, RANDOM, Probe
 from .bisection import first_bad_tile, partners, try_split
 from .channels import few_channels, misplaced, wrong_channels
@@ -24,18 +27,19 @@ from .tomography import decode
 
 @dataclass(frozen=True)
 class Location:
-    """Where a backend is wrong. `row`: (token, query head); `clues`: what was found, the telling one first;
-    `launches`: extra ones, beyond the two that showed the failure.
+    """Where a backend is wrong. `row`: (token, query head), None where the layout gate names it; `clues`: what was
+    found, the telling one first; `launches`: extra ones, beyond the two that showed the failure.
     """
 
     finding: Finding
-    row: tuple[int, int]
+    row: tuple[int, int] | None
     clues: tuple[Clue, ...]
     launches: int
 
 
 def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Location | None:
-    """Launch the count and the random family; where one leaves its bounds, say where. None where both are right.
+    """Launch the count and the random family; where one leaves its bounds, say where. Where both are right, poison what
+    must not matter (gate layout), and say which slot does. None where nothing is wrong.
 
     Raises AdapterRaised, ContractBroken or Refused where the first two launches do.
     """
@@ -45,8 +49,40 @@ def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Loc
     count, random = (_family(problem, probe) for probe in (COUNT, RANDOM))
     seen = first(count), first(random)
     if not (seen[0].bad.any() or seen[1].bad.any()):
-        return None
+        return _layout(launcher, random, seen[1], budget)
     return _Search(Meter(launcher, budget), count, random, *seen).run()
+
+
+class _Counted(Launcher):
+    """The same launcher, counting, under a budget."""
+
+    def __init__(self, inner: Launcher, budget: int) -> None:
+        super().__init__(inner.backend, inner.device)
+        self._inner, self._budget = inner, budget
+        self.launches = 0
+
+    def __call__(
+        self, problem: Problem, inputs: Inputs, *, hints: Hints | None = None, surroundings: Surroundings = CLEAN
+    ) -> Observed:
+        """One launch. Raises BudgetSpent, and what a launcher raises."""
+        if self.launches >= self._budget:
+            raise BudgetSpent(f"all {self._budget} launches are used")
+        self.launches += 1
+        return self._inner(problem, inputs, hints=hints, surroundings=surroundings)
+
+
+def _layout(launcher: Launcher, family: Family, seen: Seen, budget: int) -> Location | None:
+    """Poison, and the halving of the gate; beyond the launches that find nothing wrong, under the budget."""
+    counted = _Counted(launcher, budget + len(POISONS))
+    try:
+        finding = judge_layout(counted, family.problem, family.inputs, seen.observed)
+    except BudgetSpent as spent:
+        words = f"some output bits change with what stands in slots that no row attends; {spent}"
+        finding = Finding(Gate.LAYOUT, WHOLE, words)
+    if finding is None:
+        return None
+    clue = Clue(Kind.LAYOUT, finding.sentence, Gate.LAYOUT)
+    return Location(finding, None, (clue,), max(0, counted.launches - 1))
 
 
 def _family(problem: Problem, probe: Probe) -> Family:
