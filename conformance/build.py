@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -105,7 +105,40 @@ def build(
     )
     draw = Draw(cell.id, replicate, "layout")
     table, pages = _PAGE_MAPS[cell.map](spec, draw)
-    raw = _raw_lists(cell, spec, draw)
+    hints = Hints(num_splits=cell.splits, kv_tile=cell.tile)
+    return _assembled(cell, replicate, spec, hints, table, pages, _raw_lists(cell, spec, draw))
+
+
+def last_query(problem: Problem, request: int, *purpose: object) -> Problem:
+    """The last query of one request as a problem of its own: the same position, lists, masks, kind of page map and
+    hints, on other pages. `purpose` names the draw of these. The request must have a query.
+
+    Under the top-left rule, where a query's position is its place in the request, the earlier queries stay.
+    """
+    spec, tokens = problem.spec, slice(*problem.spec.qo_indptr[request : request + 2])
+    if spec.causal is not CausalRule.TOP_LEFT:
+        tokens = slice(tokens.stop - 1, tokens.stop)
+    rows = slice(tokens.start * spec.num_kv_heads, tokens.stop * spec.num_kv_heads)
+    dropout = spec.dropout and replace(
+        spec.dropout, request_uids=((spec.dropout.request_uids or range(spec.num_requests))[request],)
+    )
+    alone = replace(
+        spec,
+        seq_lens=spec.seq_lens[request : request + 1],
+        qo_lens=(tokens.stop - tokens.start,),
+        query_positions=spec.query_positions[tokens],
+        query_ordinals=spec.query_ordinals[rows],
+        dropout=dropout,
+    )
+    table, pages = _PAGE_MAPS[problem.cell.map](alone, problem.draw("pages", *purpose))
+    indptr = problem.raw.indptr[rows.start : rows.stop + 1]
+    raw = CandidateLists(indptr - indptr[0], problem.raw.indices[indptr[0] : indptr[-1]])
+    return _assembled(problem.cell, problem.replicate, alone, problem.hints, table, pages, raw)
+
+
+def _assembled(
+    cell: Cell, replicate: int, spec: AttentionSpec, hints: Hints, table: PageTable, pages: Ints, raw: CandidateLists
+) -> Problem:
     slot_request = np.full((len(pages), spec.page_size), -1, np.int64)
     slot_token = np.zeros_like(slot_request)
     for request, seq_len in enumerate(spec.seq_lens):
@@ -117,7 +150,7 @@ def build(
         cell=cell,
         replicate=replicate,
         spec=spec,
-        hints=Hints(num_splits=cell.splits, kv_tile=cell.tile),
+        hints=hints,
         table=table,
         raw=raw,
         candidates=validate(spec, raw, table, sentinels=(PADDING,)),

@@ -1,41 +1,31 @@
-"""Judge one cell: build it, launch the backend on each probe, run the gates in the order of blame, and say what came
-out.
-"""
+"""Judge one cell: build it, launch the backend on all its probes at once, run the gates, and say what came out."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
+import numpy as np
+
 from sacts.matrices.cell import Cell
-from sacts.reference.bounds import Expected, expected
-from sacts.reference.forward import Inputs
-from sacts.reference.spec import Hints
-from sacts.reports.records import Finding, Gate, Record, Verdict
+from sacts.reference.numerics import Numerics
+from sacts.reports.records import Finding, Gate, ProbeResult, Record, Verdict
 
 from . import conventions
 from .adapter import Refused, Scale, Support
 from .build import Problem, build
+from .diagnosis import GATE_OF, batches, diagnose, use_of
 from .gates import intervals
-from .gates.count import judge_count, sensitive
-from .gates.layout import judge_layout
+from .gates.layout import changed
+from .gates.witnesses import used
 from .launch import AdapterRaised, ContractBroken, Launcher, Observed
-from .probes.inputs import COUNT, RANDOM, Probe
+from .probes.copies import PROVES, Copy, copies
+from .probes.inputs import RANDOM
 
+ALWAYS = ("random", "count")  # also of rows without an edge, which must be exactly empty
 NOT_OFFERED, NOT_REACHED, NOT_APPLICABLE = "not offered", "not reached", "not applicable"
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One probe launched on one problem, with what it must give."""
-
-    problem: Problem
-    inputs: Inputs
-    expected: Expected
-    observed: Observed
-    hints: Hints
 
 
 @dataclass
@@ -45,10 +35,34 @@ class _Sheet:
     record: Record
     gates: dict[str, str]
     use: dict[str, float]
+    probes: dict[str, ProbeResult]
+
+    def reach(self, failed: Gate | None) -> None:
+        """Set what each gate said: all before the one that failed passed. A failure blamed on the merge showed at
+        another gate, and what lies before that is not told.
+        """
+        silent = {gate for gate in GATE_OF.values() if all(self._absent(p) for p, g in GATE_OF.items() if g is gate)}
+        for gate in Gate:
+            if gate is failed or (failed is Gate.MERGE and gate is not Gate.CONTRACT):
+                break
+            self.gates.setdefault(gate, NOT_APPLICABLE if gate in silent else "pass")
+        if failed is not None:
+            self.gates[failed] = "fail"
+
+    def _absent(self, probe: str) -> bool:
+        return probe in self.probes and self.probes[probe].said == NOT_APPLICABLE
 
     def close(self, verdict: Verdict, sentence: str = "", finding: Finding | None = None) -> Record:
         gates = {gate: self.gates.get(gate, NOT_REACHED) for gate in Gate}
-        return _with(self.record, verdict=verdict, sentence=sentence, finding=finding, gates=gates, use=dict(self.use))
+        return _with(
+            self.record,
+            verdict=verdict,
+            sentence=sentence,
+            finding=finding,
+            gates=gates,
+            use=dict(self.use),
+            probes=dict(self.probes),
+        )
 
 
 def _with(record: Record, **changes: object) -> Record:
@@ -72,7 +86,7 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     """The record of one cell. Exceptions of the adapter become verdicts; anything else that escapes is the suite's
     fault.
     """
-    sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN), {}, {})
+    sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN), {}, {}, {})
     try:
         capabilities = launcher.backend.capabilities
         own_scale = capabilities.scale is Scale.DEFAULT
@@ -94,18 +108,16 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
 def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet) -> Record:
     if support.status == "refused":
         return _judge_refusal(launcher, problem, support, sheet)
-    count = _stage(launcher, problem, COUNT)
-    random = _stage(launcher, problem, RANDOM)
-    sheet.gates[Gate.CONTRACT] = "pass"
-    for gate, finding in _findings(launcher, count, random, sheet):
-        if finding is not None:
-            finding = _blame_merge(launcher, count, random, finding)
-            sheet.gates[finding.gate] = "fail"
-            return sheet.close(Verdict.FAIL, finding.sentence, finding)
-        sheet.gates.setdefault(gate, "pass")
-    split = problem.hints.num_splits > 1 and support.status == "native"  # a fallback need not split at all
-    sheet.gates[Gate.MERGE] = "pass" if split else NOT_APPLICABLE
-    if not (intervals.could_have_failed(random.expected) and sensitive(count.expected)):
+    made = copies(problem, _numerics(launcher, problem))
+    sheet.probes.update(_told(made))
+    finding = _finding(launcher, made, sheet)
+    if finding is not None:
+        sheet.reach(finding.gate)
+        return sheet.close(Verdict.FAIL, finding.sentence, finding)
+    sheet.reach(None)
+    if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
+        sheet.gates[Gate.MERGE] = NOT_APPLICABLE
+    if not _could_have_failed(made):
         return sheet.close(Verdict.UNTRUSTED, "this case could not have failed: its bounds are wider than its faults")
     return sheet.close(Verdict.FALLBACK if support.status == "fallback" else Verdict.PASS)
 
@@ -120,49 +132,62 @@ def _judge_refusal(launcher: Launcher, problem: Problem, support: Support, sheet
     raise ContractBroken(f"support declared {support}, but run returned numbers", "support")
 
 
-def _stage(launcher: Launcher, problem: Problem, probe: Probe) -> Stage:
-    inputs = probe.inputs(problem)
+def _numerics(launcher: Launcher, problem: Problem) -> Numerics:
     numerics = launcher.backend.capabilities.numerics_of(problem.spec.dtype)
-    numerics = replace(numerics, splits=numerics.splits or problem.hints.num_splits > 1)
-    right = expected(problem.spec, inputs, problem.table, problem.candidates, numerics, probe.exactness(problem))
-    return Stage(problem, inputs, right, launcher(problem, inputs), problem.hints)
+    return replace(numerics, splits=numerics.splits or problem.hints.num_splits > 1)
 
 
-def _findings(launcher: Launcher, count: Stage, random: Stage, sheet: _Sheet) -> Iterator[tuple[Gate, Finding | None]]:
-    """Each gate's finding, lazily, in the order of blame."""
-    spec = random.problem.spec
-    sheet.use["count"] = intervals.largest(intervals.out_use(count.expected, count.observed, spec.dtype))
-    yield Gate.COUNT, _count(launcher, count)
-    yield Gate.LAYOUT, judge_layout(launcher, random.problem, random.inputs, random.observed)
-    for stage in (count, random):
-        use = intervals.largest(intervals.lse_use(stage.expected, stage.observed))
-        sheet.use["lse"] = max(sheet.use.get("lse", 0.0), use)
-        if stage.observed.lse is None:
-            sheet.gates[Gate.LSE] = NOT_OFFERED
-        yield Gate.LSE, intervals.judge_lse(spec, stage.expected, stage.observed)
-    sheet.use["out"] = intervals.largest(intervals.out_use(random.expected, random.observed, spec.dtype))
-    yield Gate.OUT, intervals.judge_out(spec, random.expected, random.observed)
-
-
-def _count(launcher: Launcher, stage: Stage) -> Finding | None:
-    return judge_count(launcher, stage.problem, stage.inputs, stage.expected, stage.observed, stage.hints)
-
-
-def _blame_merge(launcher: Launcher, count: Stage, random: Stage, finding: Finding) -> Finding:
-    """Requirement: splits merge un-normalised states. What fails with several splits and not with one is the merge's
-    fault.
+def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding | None:
+    """Two launches of all copies, poisoned in complementary ways. Where both lie within their bounds and agree to the
+    bit, nothing that must not matter did, and nothing else is launched.
     """
-    hints = random.hints
-    if hints.num_splits == 1 or finding.gate is Gate.LAYOUT:
-        return finding
-    single = replace(hints, num_splits=1)
-    for stage in (count, random):
-        observed = launcher(stage.problem, stage.inputs, hints=single)
-        out_use = intervals.out_use(stage.expected, observed, stage.problem.spec.dtype)
-        if max(intervals.largest(out_use), intervals.largest(intervals.lse_use(stage.expected, observed))) > 1:
-            return finding
-    sentence = f"right with 1 split, wrong with {hints.num_splits}: {finding.sentence}"
-    return Finding(Gate.MERGE, finding.place, sentence, use=finding.use)
+    for batch in batches(made):
+        try:
+            first = batch.launch_poisoned(launcher, 0)
+        except ContractBroken:
+            launcher(made[0].problem, made[0].inputs)  # the same breach without company has a plainer place
+            raise
+        suspects = {n for n, copy in enumerate(batch.copies) if use_of(copy, first[n]) > 1}
+        _note(sheet, batch.copies, first)
+        if not suspects:
+            second = batch.launch_poisoned(launcher, 1)
+            suspects = {n for n in range(len(first)) if changed(first[n], second[n])}
+        if suspects:
+            return diagnose(launcher, batch, suspects)
+    return None
+
+
+def _note(sheet: _Sheet, made: Sequence[Copy], observed: Sequence[Observed]) -> None:
+    """The largest observed / allowed by gate and by probe."""
+    for copy, seen in zip(made, observed, strict=True):
+        if seen.lse is None:
+            sheet.gates[Gate.LSE] = NOT_OFFERED
+        lse = intervals.largest(intervals.lse_use(copy.expected, seen))
+        sheet.use[Gate.LSE] = max(sheet.use.get(Gate.LSE, 0.0), lse)
+        for probe in copy.judged:
+            use, gate = used(copy, seen, probe), GATE_OF[probe]
+            sheet.use[gate] = max(sheet.use.get(gate, 0.0), use)
+            told = sheet.probes[probe]
+            sheet.probes[probe] = ProbeResult(told.said, told.rows, max(told.use, use))
+
+
+def _told(made: Sequence[Copy]) -> dict[str, ProbeResult]:
+    """Of each probe whether it is carried, and whether it could fail in its rows."""
+    told = {}
+    for probe in PROVES:
+        margins = [copy.margin[probe] for copy in made if probe in copy.margin]
+        margin = np.concatenate(margins) if margins else np.zeros(0)
+        weak = int((margin <= 1).sum())
+        idle = not len(margin) and probe not in ALWAYS
+        said = NOT_APPLICABLE if idle else "untrusted" if weak else "judged"
+        told[probe] = ProbeResult(said, f"{weak} of {len(margin)}" if weak else "")
+    return told
+
+
+def _could_have_failed(made: Sequence[Copy]) -> bool:
+    """Whether zeros would be rejected in some row, and the loss of any one candidate would show in each."""
+    random, count = (copy.margin[name] for name in ("random", "count") for copy in made if name in copy.margin)
+    return (not len(random) or bool((random > 1).any())) and bool((count > 1).all())
 
 
 def _last_line(error: BaseException | None) -> str:

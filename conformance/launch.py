@@ -51,13 +51,15 @@ class Observed:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What must not matter: the byte that the workspace is filled with, how far the stale page-table columns are
-    turned, and what stands between the pages of a strided cache.
+    """What must not matter: the byte that the workspace is filled with, or the 32-bit words repeated in it, how far
+    the stale page-table columns are turned, and what stands between the pages of a strided cache, one value or
+    several in turn.
     """
 
     workspace_byte: int = 0xFF
     stale_shift: int = 0
-    filler: float = STALE_VALUE
+    filler: float | tuple[float, ...] = STALE_VALUE
+    workspace_words: tuple[int, ...] = ()
 
 
 CLEAN = Surroundings()
@@ -200,8 +202,7 @@ class _Launch:
         try:
             size = self.backend.workspace_bytes(case)
             workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
-            zeroed = self.backend.capabilities.workspace_zeroed
-            workspace.inner.fill_(0 if zeroed else self.surroundings.workspace_byte)
+            self._fill(workspace.inner)
             outputs = self.backend.run(replace(case, workspace=workspace.inner))
             if self.device.startswith("cuda"):
                 torch.cuda.synchronize(self.device)
@@ -210,6 +211,17 @@ class _Launch:
         except Exception as error:  # likewise
             raise AdapterRaised("run(case)") from error
         return workspace, outputs
+
+    def _fill(self, workspace: torch.Tensor) -> None:
+        """The junk that a workspace starts with, or the zeros that the backend demands."""
+        words = self.surroundings.workspace_words
+        if self.backend.capabilities.workspace_zeroed:
+            workspace.fill_(0)
+        elif words:
+            junk = np.resize(np.array(words, "<u4").view(np.uint8), len(workspace))
+            workspace.copy_(torch.from_numpy(junk))
+        else:
+            workspace.fill_(self.surroundings.workspace_byte)
 
     def _observe(self, outputs: Outputs) -> Observed:
         spec = self.problem.spec

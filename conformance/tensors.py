@@ -75,9 +75,10 @@ def pool(
     dtype: DType,
     device: str,
     form: CacheForm,
-    filler: float,
+    filler: float | tuple[float, ...],
 ) -> Pool:
-    """Caches whose `pages` hold k and v [L, page_size, heads, d]; what lies between the pages of a view is `filler`.
+    """Caches whose `pages` hold k and v [L, page_size, heads, d]; what lies between the pages of a view is `filler`,
+    one value or several in turn.
 
     The rest of a large pool is never touched, so it costs address space only. `packed` needs k and v of one shape.
     """
@@ -96,16 +97,14 @@ def pool(
 
 
 def _pages(
-    num_pages: int, page: tuple[int, ...], dtype: DType, device: str, strides: str, filler: float
+    num_pages: int, page: tuple[int, ...], dtype: DType, device: str, strides: str, filler: float | tuple[float, ...]
 ) -> torch.Tensor:
     """Storage of `num_pages` pages, uninitialised but for the filler between the pages of a strided view."""
     if strides == "contiguous":
         return torch.empty((num_pages, *page), dtype=TORCH[dtype], device=device)
     size = int(np.prod(page))
     if strides == "strided":
-        whole = (
-            torch.full((num_pages * 2 * size + ODD_OFFSET,), filler, dtype=torch.float32).to(TORCH[dtype]).to(device)
-        )
+        whole = to_torch(np.resize(np.asarray(filler, np.float64), num_pages * 2 * size + ODD_OFFSET), dtype, device)
         return whole[ODD_OFFSET:].view(num_pages, 2, *page)[:, 0]
     inner = torch.empty(page, device="meta").stride()
     whole = torch.empty(num_pages * SPAN, dtype=TORCH[dtype], device=device)

@@ -34,12 +34,17 @@ class Exactness:
     """What an input family proves about the arithmetic. `equal_logits`: all logits of a row are one number, so no
     rescale rounds, and every P of a row is the same number, so that they share one rounding error. `zero_logits`:
     that number is 0, so P = exp2(0) = 1 where the backend declares `unit_p`. `exact_sums`: every partial sum of P
-    and of P V is an integer that FP32 holds.
+    and of P V is a multiple of one power of two that FP32 holds. `one_key`: one key of each row carries the mass, all
+    others together less than 2^-24, so that its P is 1 under `unit_p` and an error of its weight cancels against the
+    denominator. `dyadic_p`: logits differ by whole octaves, no more than 14, so that P is a power of two, before
+    rounding but for the logit's error, and after it exactly.
     """
 
     equal_logits: bool = False
     zero_logits: bool = False
     exact_sums: bool = False
+    one_key: bool = False
+    dyadic_p: bool = False
 
 
 GENERIC = Exactness()
@@ -109,7 +114,7 @@ def _provable(spec: AttentionSpec, exactness: Exactness) -> Exactness:
     if spec.alibi_slopes or spec.buckets or spec.candidate_kind is CandidateKind.MULTISET:
         return GENERIC
     if spec.sink_logits or spec.dropout:
-        return replace(exactness, zero_logits=False, exact_sums=False)
+        return replace(exactness, zero_logits=False, exact_sums=False, one_key=False, dyadic_p=False)
     return exactness
 
 
@@ -162,6 +167,18 @@ def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: N
     return _Mass(w, edge * factors, eta + 2 * U32 * edge, mean_eta)
 
 
+def _one_key_error(group: Group, rows: Rows, mass: _Mass, top: Array, lse: Array, numerics: Numerics) -> Array:
+    """sum w_j eta_j |v_ji - o_i|: numerator and denominator share the errors of the weights, so that what moves out
+    is the distance of a value from it. Products round apart, and so do merges from outputs and their lse.
+    """
+    far = np.abs(group.v[:, None, None] - rows.out[..., None, :])
+    apart = np.full(lse.shape, 16 * U32)
+    if numerics.splits:
+        apart = apart + 2 * numerics.u_exp + 8 * U32 * np.maximum(np.abs(lse), np.abs(top))
+    moved: Array = ((mass.w * mass.eta)[..., None] * far).sum(-2) + apart[..., None] * np.abs(rows.out)
+    return moved
+
+
 def _equal_weight_error(top: Array, lse: Array, numerics: Numerics) -> Array:
     """eta of equal logits, which no rescale rounds: the exponential, and the merge of splits."""
     own = 0.0 if numerics.unit_p else numerics.u_exp
@@ -183,6 +200,8 @@ def _allowance(
 
     p, part = FORMATS[numerics.p], FORMATS[numerics.partial]
     u_p, a_p = (0.0, 0.0) if exactness.zero_logits and numerics.unit_p else (p.u, p.a)
+    if numerics.unit_p and (exactness.one_key or (exactness.dyadic_p and eta.max(initial=0.0) < p.u / 2)):
+        u_p, a_p = 0.0, 0.0
     sums = np.zeros(k.shape) if exactness.exact_sums and numerics.unit_p else gamma(k)
     cast_l = (u_p + a_p * k / l) if numerics.l_sums_cast_p else np.zeros(l.shape)
     rescale = 0.0 if exactness.equal_logits and not spec.sink_logits else rescales(spec, group, numerics) * U32
@@ -196,9 +215,12 @@ def _allowance(
     abs_sum = (w * factors) @ abs_v  # A
     plain_sum = factors @ abs_v
     abs_out = np.abs(rows.out)
+    if exactness.one_key:
+        wrong_weights = _one_key_error(group, rows, _Mass(w, factors, eta, mean_eta), top, lse, numerics)
+    else:
+        wrong_weights = (w * factors * eta) @ abs_v + abs_out * mean_eta[..., None]
     half_width = (
-        (w * factors * eta) @ abs_v
-        + abs_out * mean_eta[..., None]  # logits, exponential, rescale, merge
+        wrong_weights  # logits, exponential, rescale, merge
         + u_p * (abs_out if exactness.equal_logits else abs_sum)  # cast of P: equal P share one rounding error
         + (a_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
         + ((sums + rescale) * (1 + u_p))[..., None] * abs_sum  # accumulation of P V

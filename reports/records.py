@@ -42,10 +42,24 @@ class Gate(StrEnum):
 
     CONTRACT = "contract"
     COUNT = "count"
+    ADDRESS = "address"  # the value at a key's address
     LAYOUT = "layout"
     LSE = "lse"
+    MASS = "mass"  # numerator against denominator
+    RESCALE = "rescale"  # the online softmax when its maximum rises
+    PAIRING = "pairing"  # each weight with the value of its own key
     OUT = "out"
     MERGE = "merge"
+
+
+class ProbeResult(msgspec.Struct, frozen=True):
+    """What one probe did in a case. `said`: `judged`, `untrusted` (its fault could not have shown in some of its rows,
+    `rows` says in how many of how many) or `not applicable`; `use`: its largest observed / allowed.
+    """
+
+    said: str
+    rows: str = ""
+    use: float = 0.0
 
 
 class Strip(msgspec.Struct, frozen=True):
@@ -75,7 +89,7 @@ class Finding(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One judged case. `converted`: what of the cell the backend did not see, as it declared. `use`: the largest
     observed / allowed by gate; `gates`: what each gate said, `pass`, `fail`, `not offered` (the backend has no
-    such output), `not applicable` or `not reached`.
+    such output), `not applicable` or `not reached`. `probes`: what each probe did, by name.
     """
 
     schema: int = SCHEMA
@@ -91,6 +105,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     finding: Finding | None = None
     gates: dict[str, str] = {}
     use: dict[str, float] = {}
+    probes: dict[str, ProbeResult] = {}
 
     @property
     def accepted(self) -> bool:

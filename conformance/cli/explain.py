@@ -32,7 +32,7 @@ def explain(
     print("sizes")
     for name, number in sizes.items():
         print(f"  {name:28} {number}")
-    print("launches, in this order")
+    print("probes, all in one launch, which is made twice")
     for probe in probes:
         print(f"  {probe}")
 
@@ -71,13 +71,22 @@ def _sizes(cell: Cell) -> dict[str, Any]:
 
 
 def _probes(cell: Cell) -> list[str]:
-    from ..gates.layout import POISONS
-    from ..probes.inputs import COUNT, RANDOM
+    from sacts.reference.numerics import Numerics
 
-    probes = [f"{probe.name}: {probe.proves}" for probe in (COUNT, RANDOM)]
-    probes += [
-        f"layout: no output bit changes when {name} stands in every slot that no row attends" for name in POISONS
-    ]
+    from ..build import build
+    from ..gates.layout import KINDS
+    from ..probes.copies import PROVES, copies
+
+    problem = build(cell)
+    made = copies(problem, Numerics.default(problem.spec.dtype))
+    carried = {probe for copy in made for probe in copy.judged if len(copy.margin[probe])} | {"random", "count"}
+    probes = [f"{name}: {proves}" for name, proves in PROVES.items() if name in carried]
+    probes += [f"{name}: not applicable here" for name in PROVES if name not in carried]
+    kinds = ", ".join(KINDS[:-1])
+    probes.append(
+        f"layout: no output bit differs between the launches: each slot that no row attends holds {kinds} in one, "
+        f"{KINDS[-1]} in the other"
+    )
     if cell.splits > 1:
         probes.append("merge: only after a failure, again with one split: what passes then is the merge's fault")
     return probes

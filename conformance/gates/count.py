@@ -20,26 +20,19 @@ from ..localise.count import explain_count
 from .intervals import largest, out_use
 
 
-def sensitive(expected: Expected) -> bool:
-    """Whether each row with a bound would show the loss of any one candidate: with opposite codes the mean moves by
-    at least about 1/k in some channel, more than the interval is wide there.
-    """
-    k = expected.edges
-    rows = k > 1
-    if not rows.any():
-        return True
-    moved = (1 - np.abs(expected.out)) / np.maximum(k - 1, 1)[..., None]
-    width = np.maximum(expected.out_hi - expected.out, expected.out - expected.out_lo)
-    return bool(np.any(moved > width, axis=-1)[rows].all())
-
-
 def judge_count(
-    launcher: Launcher, problem: Problem, inputs: Inputs, expected: Expected, observed: Observed, hints: Hints
+    launcher: Launcher,
+    problem: Problem,
+    inputs: Inputs,
+    expected: Expected,
+    observed: Observed,
+    hints: Hints,
+    codes: NDArray[np.bool_],
 ) -> Finding | None:
     """Requirement: each row attends exactly its candidates, each once (set), and its denominator counts the same
-    edges.
+    edges. `codes` [d_vo]: the channels that hold codes.
     """
-    use = out_use(expected, observed, problem.spec.dtype)
+    use = np.where(codes, out_use(expected, observed, problem.spec.dtype), 0.0)
     if largest(use) <= 1:
         return None
     token, head, channel = (int(i) for i in np.unravel_index(int(use.argmax()), use.shape))
@@ -54,10 +47,11 @@ def judge_count(
     else:
         gate, words, strip = explain_count(launcher, problem, inputs, expected, observed, (token, head), hints)
     if not words:
+        gate = Gate.MASS
         low, high = (float(x[token, head, channel]) for x in (expected.out_lo, expected.out_hi))
         words = (
             f"channel {channel} of the mean code is {seen:.7g}, allowed {low:.7g} to {high:.7g}, "
-            "yet the decoded membership is right"
+            "yet the decoded membership is right: the numerator does not weigh what the denominator counts"
         )
     rows = int((use > 1).any(axis=-1).sum())
     more = f" ({rows} of {use.shape[0] * use.shape[1]} output rows are wrong)" if rows > 1 else ""

@@ -13,11 +13,12 @@ import numpy as np
 
 from sacts.reference.bounds import GENERIC, Exactness
 from sacts.reference.formats import round_to
-from sacts.reference.forward import Inputs
+from sacts.reference.forward import Inputs, edges
 
 from ..build import Problem
 from ..draw import Array, Draw
 from ..launch import STALE_VALUE
+from . import dither
 
 SHIFT, WITNESS_SHIFT = 96.0, 1024.0  # sizes of the shifting channel of q and K, exact in every dtype
 HOT_KEY = 8.0  # and STALE_VALUE: stale data in slots that belong to no committed token
@@ -86,7 +87,32 @@ def _count(problem: Problem) -> Inputs:
     q = np.zeros(q_shape)
     if problem.cell.values == "shifted":
         q, k = _shift(q, k, WITNESS_SHIFT)
-    return problem.inputs(q, k, _paired_codes(problem, draw, v_shape))
+    v = _paired_codes(problem, draw, v_shape)
+    chosen = dithered(problem)
+    v[..., chosen] = _dither(problem, draw, int(chosen.sum()))
+    return problem.inputs(q, k, v)
+
+
+def dithered(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Channels of the count probe that hold the values of `dither` instead of codes: every other one. [d_vo]."""
+    odd: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.arange(problem.spec.head_dim_vo) % 2 == 1
+    return odd
+
+
+def _dither(problem: Problem, draw: Draw, channels: int) -> Array:
+    """[L, page_size, num_kv_heads, channels]: placed for the last row of each request and KV head."""
+    spec = problem.spec
+    v = np.full((*problem.slot_request.shape, spec.num_kv_heads, channels), dither.UNATTENDED)
+    v[problem.needed] = 1.0
+    rows, t, _ = edges(spec, problem.candidates)
+    longest = int(np.bincount(rows).max(initial=1))
+    for request, length in enumerate(spec.qo_lens):
+        for head in range(spec.num_kv_heads) if length else ():
+            row = (spec.qo_indptr[request + 1] - 1) * spec.num_kv_heads + head
+            page, offset = np.divmod(t[rows == row], spec.page_size)
+            live = np.searchsorted(problem.pages, problem.table.table[request, page])
+            v[live, offset, head] = dither.values(len(page), longest, channels, spec.dtype, draw)
+    return v
 
 
 def _count_exactness(problem: Problem) -> Exactness:

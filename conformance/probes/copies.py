@@ -1,0 +1,133 @@
+"""Which copies of a cell's requests travel in one launch, and which elements of their output each probe judges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sacts.reference.bounds import GENERIC, Exactness, Expected, expected
+from sacts.reference.forward import Inputs, edges
+from sacts.reference.numerics import Numerics
+from sacts.reference.spec import AttentionSpec
+
+from ..build import Problem, last_query
+from . import margins
+from .inputs import COUNT, RANDOM, Probe, dithered
+from .witness import Witness, suits, witness
+
+Array = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+PROVES: dict[str, str] = {
+    "count": COUNT.proves,
+    "select": "a row whose one key carries all the mass returns that key's value to the last bit, at page edges first",
+    "random": RANDOM.proves,
+    "dither": "the numerator weighs what the denominator counts: a relative error of 1e-5 flips a bit of out",
+    "cliff": "a rise of ten octaves at a tile's edge rescales sums and accumulator alike",
+    "stair": "as the maximum climbs from tile to tile every octave is counted, and P is its power of two",
+    "comb": "P meets the V of its own key: each channel of out shows the weights of a few keys",
+}
+WITNESS_COPIES = 2  # of one launch at most, each of another request
+
+_EXACTNESS = {"select": Exactness(one_key=True), "stair": Exactness(dyadic_p=True)}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Requests on pages of their own with the values of one or more probes. `judged`: by probe, the elements of out
+    that it decides about [tokens, heads, d_vo]; `margin`: by probe, for each row that it is made for, the smallest
+    change of out that its target fault would cause / the smallest that is noticed. `request`: the cell's request that a
+    witness copy is of.
+    """
+
+    problem: Problem
+    inputs: Inputs
+    expected: Expected
+    judged: Mapping[str, Bools]
+    margin: Mapping[str, Array]
+    witness: Witness | None = None
+    request: int = 0
+
+    @property
+    def fitting(self) -> set[str]:
+        """The probes that some row of a witness copy could be asked."""
+        return set().union(*self.witness.fitting) if self.witness else set()
+
+
+def copies(problem: Problem, numerics: Numerics) -> list[Copy]:
+    """The random and the count copy of all requests, then a witness copy of the request that attends most, and of the
+    next one where the first has fewer query heads than questions.
+    """
+    made = [_random(problem, numerics), _count(problem, numerics)]
+    if suits(problem):
+        for number, request in enumerate(_busiest(problem)):
+            made.append(_witness(problem, request, number, numerics))
+            if problem.spec.num_qo_heads >= len(made[-1].fitting):
+                break
+    return made
+
+
+def values_of(problem: Problem, probe: Probe, numerics: Numerics) -> tuple[Inputs, Expected]:
+    """A probe's inputs, and what they must give."""
+    inputs = probe.inputs(problem)
+    return inputs, _expected(problem, inputs, numerics, probe.exactness(problem))
+
+
+def _expected(problem: Problem, inputs: Inputs, numerics: Numerics, exactness: Exactness) -> Expected:
+    return expected(problem.spec, inputs, problem.table, problem.candidates, numerics, exactness)
+
+
+def _everything(spec: AttentionSpec) -> Bools:
+    return np.ones((spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo), bool)
+
+
+def _random(problem: Problem, numerics: Numerics) -> Copy:
+    inputs, right = values_of(problem, RANDOM, numerics)
+    judged = {"random": _everything(problem.spec)}
+    return Copy(problem, inputs, right, judged, {"random": margins.of_random(right)})
+
+
+def _count(problem: Problem, numerics: Numerics) -> Copy:
+    inputs, right = values_of(problem, COUNT, numerics)
+    hair = np.broadcast_to(dithered(problem), right.out.shape)
+    margin = {"count": margins.of_count(right, ~hair), "dither": margins.of_dither(problem, right, hair)}
+    return Copy(problem, inputs, right, {"count": ~hair, "dither": hair}, margin)
+
+
+def _busiest(problem: Problem) -> list[int]:
+    """The requests with the most edges in the row of their last query, at most WITNESS_COPIES; none without edges."""
+    spec = problem.spec
+    rows, _, _ = edges(spec, problem.candidates)
+    count = np.bincount(rows // spec.num_kv_heads, minlength=spec.num_tokens)
+    last = {n: int(count[spec.qo_indptr[n + 1] - 1]) for n, length in enumerate(spec.qo_lens) if length}
+    chosen = sorted((n for n in last if last[n]), key=lambda n: (-last[n], n))
+    return chosen[:WITNESS_COPIES]
+
+
+def _witness(problem: Problem, request: int, number: int, numerics: Numerics) -> Copy:
+    made = witness(last_query(problem, request, "witness", number), number)
+    right = _expected(made.problem, made.inputs, numerics, GENERIC)
+    judged: dict[str, Bools] = {}
+    for name in dict.fromkeys(lane.probe for lane in made.lanes.values()):
+        mask = np.zeros(right.out.shape, bool)
+        mask[-1, [head for head, lane in made.lanes.items() if lane.probe == name]] = True
+        judged[name] = mask
+        if name in _EXACTNESS:
+            sharp = _expected(made.problem, made.inputs, numerics, _EXACTNESS[name])
+            right = _where(mask, sharp, right)
+    return Copy(made.problem, made.inputs, right, judged, margins.of_witness(made, right), made, request)
+
+
+def _where(mask: Bools, some: Expected, others: Expected) -> Expected:
+    """`some` in the rows that `mask` [tokens, heads, d_vo] names, `others` elsewhere."""
+    row = mask.any(axis=-1)
+    return replace(
+        others,
+        **{
+            name: np.where(mask if getattr(some, name).ndim == 3 else row, getattr(some, name), getattr(others, name))
+            for name in ("half_width", "out_lo", "out_hi", "lse_bound", "trusted")
+        },
+    )

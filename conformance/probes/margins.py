@@ -1,0 +1,100 @@
+"""Could a probe have failed? The smallest change of out that its target fault would cause, as a multiple of the
+smallest change that is noticed, row by row; 1 or less: untrusted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sacts.reference.bounds import Expected
+from sacts.reference.formats import half_spacing
+from sacts.reference.spec import DType
+
+from ..build import Problem
+from ..draw import Array
+from . import dither, stairs
+from .witness import Lane, Witness
+
+Bools = NDArray[np.bool_]
+
+CERTAIN = 1e30  # stands for infinity
+
+
+def noticed(expected: Expected, dtype: DType) -> Array:
+    """The change of out, before it is rounded, that leaves the interval on either side: [tokens, heads, d_vo]."""
+    up = expected.out_hi + half_spacing(expected.out_hi, dtype) - expected.out
+    down = expected.out - expected.out_lo + half_spacing(expected.out_lo, dtype)
+    return np.where(expected.trusted[..., None], np.maximum(up, down), np.inf)
+
+
+def of_random(expected: Expected) -> Array:
+    """A result of zeros in the rows with an edge; exact zeros are demanded of the others."""
+    zero_fails = ((expected.out_lo > 0) | (expected.out_hi < 0)).any(axis=-1)
+    return np.where(zero_fails & expected.trusted, CERTAIN, 0.0)[expected.edges > 0]
+
+
+def of_count(expected: Expected, codes: Bools) -> Array:
+    """The loss of any one candidate: with opposite codes the mean moves by about 1/k in some channel."""
+    rows = expected.edges > 1
+    moved = (1 - np.abs(expected.out)) / np.maximum(expected.edges - 1, 1)[..., None]
+    width = np.maximum(expected.out_hi - expected.out, expected.out - expected.out_lo)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        times = np.where(codes, np.where(width > 0, moved / width, np.where(moved > 0, CERTAIN, 0.0)), 0.0)
+    trusted = np.where(expected.trusted, times.max(axis=-1), 0.0)
+    return np.minimum(trusted[rows], CERTAIN)
+
+
+def of_dither(problem: Problem, expected: Expected, hair: Bools) -> Array:
+    """A gain of 1 + GAIN in the rows that the values were placed for: the last of each request."""
+    spec = problem.spec
+    last = np.array([spec.qo_indptr[n + 1] - 1 for n, length in enumerate(spec.qo_lens) if length], np.int64)
+    rows = expected.edges[last] >= dither.LEAST_KEYS
+    gains = []
+    for low, high in ((expected.out, expected.out_hi), (expected.out_lo, expected.out)):
+        needed = high - low + half_spacing(high if low is expected.out else low, spec.dtype)
+        times = np.where(hair & expected.trusted[..., None], dither.GAIN * np.abs(expected.out) / needed, 0.0)
+        gains.append(times.max(axis=-1)[last])
+    smallest: Array = np.minimum(gains[0], gains[1])[rows]
+    return smallest
+
+
+def of_witness(made: Witness, expected: Expected) -> dict[str, Array]:
+    """The margins of each probe by query head."""
+    needed = noticed(expected, made.problem.spec.dtype)[-1]
+    found: dict[str, list[float]] = {}
+    for qo_head, lane in made.lanes.items():
+        with np.errstate(divide="ignore"):
+            margin = _MARGINS[lane.probe](made, lane, qo_head, needed[qo_head])
+        found.setdefault(lane.probe, []).append(margin)
+    return {name: np.array(each) for name, each in found.items()}
+
+
+def _of_select(made: Witness, lane: Lane, qo_head: int, needed: Array) -> float:
+    """Another key's value in place of the selected one's."""
+    values = made.values[lane.kv_head]
+    moved = np.abs(np.delete(values, lane.target, axis=0) - values[lane.target])
+    return float((moved / needed).max(axis=-1).min(initial=CERTAIN))
+
+
+def _of_stair(made: Witness, lane: Lane, qo_head: int, needed: Array) -> float:
+    """One rescale left out of the accumulator."""
+    levels = (made.stairs if lane.probe == "stair" else made.cliffs)[lane.kv_head]
+    assert levels is not None
+    quarter = made.problem.spec.head_dim_vo // 4
+    start = made.problem.spec.head_dim_vo // 2 + (0 if lane.probe == "stair" else quarter)
+    moved = stairs.unscaled(levels, made.rows[lane.kv_head])
+    return float((moved / needed[start : start + moved.shape[1]]).max(axis=-1).min(initial=CERTAIN))
+
+
+def _of_comb(made: Witness, lane: Lane, qo_head: int, needed: Array) -> float:
+    """The loss of a key's value: half of the keys show it so clearly or better."""
+    row, spec = made.rows[lane.kv_head], made.problem.spec
+    k = made.inputs.k.data[row.page, row.offset, lane.kv_head]
+    z = spec.sm_scale * (k @ made.inputs.q[-1, qo_head])
+    w = np.exp(z - z.max())
+    moved = (w / w.sum())[:, None] * made.values[lane.kv_head]
+    return float(np.median((np.abs(moved) / needed).max(axis=-1)))
+
+
+_MARGINS = {"select": _of_select, "cliff": _of_stair, "stair": _of_stair, "comb": _of_comb}
