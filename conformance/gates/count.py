@@ -8,6 +8,7 @@ what is wrong.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sacts.reference.bounds import Expected
 from sacts.reference.forward import Inputs

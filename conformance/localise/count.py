@@ -11,6 +11,7 @@ from sacts.reports.records import Gate, Strip
 
 from ..build import Problem
 from ..launch import Launcher, Observed
+from ..probes.inputs import dithered
 from .clues import Reading, read
 from .launches import Family, Meter
 from .tomography import decode, suspects_of
@@ -41,5 +42,6 @@ def read_count(meter: Meter, family: Family, expected: Expected, observed: Obser
     limit = family.problem.spec.head_dim_vo // 4
     suspects = None
     if k and np.isfinite(residual).all():
-        suspects = suspects_of(family.problem, family.inputs.v.data, residual, limit)
+        codes = ~dithered(family.problem)
+        suspects = suspects_of(family.problem, family.inputs.v.data[..., codes], residual[codes], limit)
     return read(family, decode(meter, family, *row, suspects=suspects), *row)

@@ -13,7 +13,7 @@ from sacts.reports.records import Finding, Gate, Strip
 
 from ..adapter import Refused
 from ..build import Problem
-from ..gates.layout import POISONS, judge_layout
+from ..gates.layout import LAUNCHES, judge_layout
 from ..launch import CLEAN, WHOLE, AdapterRaised, ContractBroken, Launcher, Observed, Surroundings, place_of
 from ..probes.inputs import COUNT, RANDOM, Probe
 from .bisection import first_bad_tile, partners, try_split
@@ -73,7 +73,7 @@ class _Counted(Launcher):
 
 def _layout(launcher: Launcher, family: Family, seen: Seen, budget: int) -> Location | None:
     """Poison, and the halving of the gate; beyond the launches that find nothing wrong, under the budget."""
-    counted = _Counted(launcher, budget + len(POISONS))
+    counted = _Counted(launcher, budget + LAUNCHES)
     try:
         finding = judge_layout(counted, family.problem, family.inputs, seen.observed)
     except BudgetSpent as spent:
