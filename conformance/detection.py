@@ -19,11 +19,15 @@ from sacts.reference.spec import DType
 
 from .adapter import Backend
 from .build import Problem, build
+from .gates.intervals import largest, lse_use
+from .gates.witnesses import used
 from .launch import Launcher
+from .probes.copies import PROVES, copies
 from .probes.inputs import RANDOM
 
 Array = NDArray[np.float64]
 
+WITNESS = "witness"
 FLAT = 2.0**-6  # q of the flat inputs: logits are nearly equal
 
 
@@ -82,7 +86,7 @@ GATES = ("A (out)", "A + B + C (out)", "ours, out + lse")
 
 @dataclass(frozen=True)
 class Trial:
-    """Which rules and gates rejected one launch."""
+    """Which rules and gates rejected one launch; `family`: Gaussian, flat, or `WITNESS`, whose probes are named."""
 
     fault: str
     family: str
@@ -123,6 +127,20 @@ def judged(problem: Problem, inputs: Inputs, adapter: object, numerics: Numerics
     return frozenset(rejected)
 
 
+def witnessed(problem: Problem, fault: str, seed: int, adapter: FaultyAdapter) -> frozenset[str]:
+    """The witness probes that reject a fault; it strikes one request of each copy."""
+    found = set()
+    for copy in copies(problem, adapter.numerics(adapter.make(fault, 0, seed))):
+        if "random" in copy.judged:
+            continue
+        faulty = adapter.make(fault, seed % copy.problem.spec.num_requests, seed)
+        observed = Launcher(Backend(faulty), "cpu")(copy.problem, copy.inputs)
+        found |= {probe for probe in copy.judged if used(copy, observed, probe) > 1}
+        if largest(lse_use(copy.expected, observed)) > 1:
+            found.add(next(iter(copy.judged)))
+    return frozenset(found)
+
+
 def _outside(allowed: Expected, out: Array) -> bool:
     return bool(((out < allowed.out_lo) | (out > allowed.out_hi)).any())
 
@@ -144,6 +162,7 @@ def trials(cell: Cell, faults: Iterable[str], count: int, adapter: FaultyAdapter
             for family, q in (("Gaussian", inputs.q), ("flat", inputs.q * FLAT)):
                 rejected = judged(problem, inputs._replace(q=q), faulty, adapter.numerics(faulty))
                 yield Trial(fault, family, rejected)
+            yield Trial(fault, WITNESS, witnessed(problem, fault, seed, adapter))
 
 
 def table(found: Iterable[Trial]) -> str:
@@ -152,11 +171,19 @@ def table(found: Iterable[Trial]) -> str:
     for trial in found:
         by_fault.setdefault(trial.fault, {}).setdefault(trial.family, []).append(trial.rejected)
     columns = (*RULES, *GATES)
-    lines = [f"| fault | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    lines = [f"| fault | {' | '.join(columns)} | {WITNESS} |", f"|---|{'---|' * len(columns)}---|"]
     for fault, families in by_fault.items():
+        witness = families.pop(WITNESS)
         shares = [
             "/".join(f"{100 * np.mean([column in each for each in rejected]):.0f}" for rejected in families.values())
             for column in columns
         ]
-        lines.append(f"| {fault or '**correct kernel**'} | {' | '.join(shares)} |")
+        lines.append(f"| {fault or '**correct kernel**'} | {' | '.join(shares)} | {_best(witness)} |")
     return "\n".join(lines)
+
+
+def _best(rejected: list[frozenset[str]]) -> str:
+    """The probe that rejects most often, the first in the order of blame, and its share in %."""
+    share = {probe: np.mean([probe in each for each in rejected]) for probe in PROVES}
+    best = max(share, key=lambda probe: share[probe])
+    return f"{best} {100 * share[best]:.0f}" if share[best] else "0"
