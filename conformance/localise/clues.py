@@ -243,7 +243,7 @@ def _clue(
     i = chosen[0]
     tile = f", tile {found.tile[i]}" if found.tile[i] >= 0 else ""
     words = f"{verb} {name(family.problem, found.owners[i], token)}{tile}, {_weight(family, decoded, found, i)}"
-    rest = [str(found.owners[j].token) for j in chosen[1:NAMED]]
+    rest = [_short(found.owners[j]) for j in chosen[1:NAMED]]
     more = f" and {len(chosen) - NAMED} more" if len(chosen) > NAMED else ""
     words += f"; also {', '.join(rest)}{more}" if rest else ""
     gate = Gate.OUT if kind is Kind.WEIGHT and not family.equal else Gate.COUNT
@@ -255,6 +255,11 @@ def _clue(
         pages=_pages(family.problem, [found.owners[j] for j in chosen], token),
         tiles=tuple(sorted({int(found.tile[j]) for j in chosen} - {-1})),
     )
+
+
+def _short(owner: Owner) -> str:
+    """Its position in the request that owns it; of nobody's, the physical place."""
+    return str(owner.token) if owner.request >= 0 else f"physical page {owner.physical} offset {owner.offset}"
 
 
 def _pages(problem: Problem, owners: list[Owner], token: int) -> tuple[int, ...]:
