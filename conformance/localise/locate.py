@@ -141,7 +141,8 @@ class _Search:
     def _of_row(self) -> Iterator[Clue]:
         if not int(self.seen.expected.edges[self.row]):
             values = self._values()
-            yield Clue(Kind.EMPTY, f"the row has no edge: {values.words}", values.gate)
+            must = "" if values.kind is Kind.LSE else "out must be 0: "
+            yield Clue(Kind.EMPTY, f"the row has no edge: {must}{values.words}", values.gate)
             return
         if few_channels(self.seen) and (clue := wrong_channels(self.meter, self.family, *self.row)):
             yield clue
