@@ -126,7 +126,12 @@ def _of_denominator(family: Family, decoded: Decoded) -> tuple[Clue, ...]:
     k = int(decoded.walk.count.sum())
     right = float(first.expected.sum())
     if not k or abs(first.total - right) <= 0.25 / k + 2 * FORMATS[family.problem.spec.dtype].u:
-        return ()
+        with np.errstate(over="ignore", invalid="ignore"):
+            edges = k * float(np.exp(lse[0] - lse[1])) if family.equal else float(k)
+        if not 0.5 < abs(edges - k) < np.inf:
+            return ()
+        words = f"its {k} weights are equal, but its lse means a denominator of {edges:.5g} edges"
+        return (Clue(Kind.DENOMINATOR, words, Gate.LSE),)
     with np.errstate(over="ignore"):
         counted = f"; e^lse is {np.exp(lse[0]):.5g}" if family.equal and np.isfinite(lse[0]) else ""
     words = f"its {k} weights sum to {first.total:.5g}, expected {right:.5g}"
@@ -296,7 +301,8 @@ def _weight(family: Family, decoded: Decoded, found: _Found, i: int) -> str:
         whole = round(k / decoded.gain)
         times = round(float(found.times[i]))
         exact = abs(k / decoded.gain - whole) < 0.01 * k and abs(found.times[i] - times) <= 0.2
-        seen = f"{times}/{whole}" if exact else f"{observed:.6g}"
+        countable = whole * FORMATS[family.problem.spec.dtype].u < 0.5  # else k edges and k + 1 weigh the same
+        seen = (f"{times}/{whole}" if countable else f"{times} x 1/{k}") if exact else f"{observed:.6g}"
         return f"weight {seen} instead of {f'{round(right * k)}/{k}' if right else 0}"
     words = f"weight {observed:.6g} instead of {right:.6g}"
     if observed > 0 and right > 0 and np.isfinite(decoded.lse).all():
