@@ -704,15 +704,11 @@ def table_shifted(problem: Problem, random: Random) -> Seeded | None:
 
     def right(found: Location) -> bool:
         spec = problem.spec
-        moved = np.roll(problem.table.table[where.request], -1)
-        extras = [
-            o for clue in found.clues for o in clue.tokens if o.request != where.request or clue.kind is Kind.EXTRA
-        ]
-        return (
-            found.row is not None
-            and spec.token_request[found.row[0]] == where.request
-            and any(o.physical in moved for o in extras)
-        )
+        own, size = problem.table.table[where.request], spec.page_size
+        read = [o for clue in found.clues if clue.kind in (Kind.EXTRA, Kind.PAGE) for o in clue.tokens]
+        right = {(int(own[t // size + 1]), t % size) for t in range(spec.seq_lens[where.request])}
+        extra = {(o.physical, o.offset) for o in read} & right
+        return found.row is not None and spec.token_request[found.row[0]] == where.request and bool(extra)
 
     return Patched(change), right
 

@@ -38,7 +38,7 @@ CELLS = (
     "prefill/bf16/kv:40+9/q:4+2/causal:bottom_right",
     "decode/fp32/kv:260+50/pattern:all/splits:2/tile:32",
     "decode/fp16/kv:600/splits:4/tile:32",
-    "decode/bf16/kv:900+100/pattern:all/heads:4-1/tile:64",
+    "decode/bf16/kv:900+100/heads:4-1/pattern:all",
 )
 IN_CI = ("decode/fp16/kv:90+50", "decode/bf16/kv:330+40/tile:16", "decode/fp32/kv:260+50/pattern:all/splits:4/tile:16")
 

@@ -7,6 +7,7 @@ Writes one JSON object to file descriptor FD; what the adapter prints goes to st
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -59,8 +60,10 @@ def ask(
         said = replies.read()
     if said:
         return msgspec.json.decode(said, type=Answer)
+    code = done.returncode
+    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return Answer(problem=f"a launch ended the process with exit code {done.returncode}: {' '.join(lines[:1])}")
+    return Answer(problem=f"a launch ended the process with {cause}{f' ({lines[-1]})' if lines else ''}")
 
 
 def _answer(adapter: str, device: str, cell: str, replicate: int, budget: int) -> Answer:

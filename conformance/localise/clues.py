@@ -20,6 +20,7 @@ Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 NAMED = 4  # tokens named in a sentence
+SCALED = 4  # logits from which a common factor is believed
 STRIP_BINS = 128  # ranges of a probability strip
 
 
@@ -40,6 +41,7 @@ class Kind(StrEnum):
     BATCH = "batch"
     EMPTY = "empty"
     LSE = "lse"
+    SCALE = "scale"
     LAYOUT = "layout"
 
 
@@ -97,6 +99,8 @@ def read(family: Family, decoded: Decoded, token: int, qo_head: int) -> Reading:
     if region := _regions(family, decoded, token):
         return Reading((region,), strip)
     found = _found(family, decoded, token)
+    if scaled := _scaled(family, decoded, found):
+        return Reading((scaled,), strip)
     clues = _of_tokens(family, decoded, found, token, qo_head)
     return Reading(tuple(clues) or _of_denominator(family, decoded), strip)
 
@@ -122,7 +126,12 @@ def _of_denominator(family: Family, decoded: Decoded) -> tuple[Clue, ...]:
     k = int(decoded.walk.count.sum())
     right = float(first.expected.sum())
     if not k or abs(first.total - right) <= 0.25 / k + 2 * FORMATS[family.problem.spec.dtype].u:
-        return ()
+        with np.errstate(over="ignore", invalid="ignore"):
+            edges = k * float(np.exp(lse[0] - lse[1])) if family.equal else float(k)
+        if not 0.5 < abs(edges - k) < np.inf:
+            return ()
+        words = f"its {k} weights are equal, but its lse means a denominator of {edges:.5g} edges"
+        return (Clue(Kind.DENOMINATOR, words, Gate.LSE),)
     with np.errstate(over="ignore"):
         counted = f"; e^lse is {np.exp(lse[0]):.5g}" if family.equal and np.isfinite(lse[0]) else ""
     words = f"its {k} weights sum to {first.total:.5g}, expected {right:.5g}"
@@ -212,8 +221,23 @@ def _position(problem: Problem, decoded: Decoded, token: int) -> NDArray[np.int6
     return np.where(own >= 0, own, np.int64(1 << 40))
 
 
+def _scaled(family: Family, decoded: Decoded, found: _Found) -> Clue | None:
+    """Wrong weights that all mean logits (ln w + lse) of one multiple of the right ones."""
+    coarse = 256 * FORMATS[family.problem.spec.dtype].a  # below it a weight has too few bits for a logarithm
+    some = (found.observed > coarse) & (found.expected > coarse)
+    if family.equal or some.sum() < SCALED or not np.isfinite(decoded.lse).all():
+        return None
+    seen, right = (np.log(w[some]) + lse for w, lse in zip((found.observed, found.expected), decoded.lse, strict=True))
+    factor = float(seen @ right / (right @ right))
+    error = 4 * FORMATS[family.problem.spec.dtype].u + 0.01 * np.abs(seen).max()
+    if abs(factor - 1) < 0.02 or (np.abs(seen - factor * right) > error).any():
+        return None
+    words = f"its logits are {factor:.4g} times what they should be ({int(some.sum())} compared): the scale is wrong"
+    return Clue(Kind.SCALE, words, Gate.LSE)
+
+
 def _of_tokens(family: Family, decoded: Decoded, found: _Found, token: int, qo_head: int) -> list[Clue]:
-    missing = (found.expected > 0) & (np.abs(found.times) < 0.2)
+    missing = (found.expected > 0) & (np.abs(found.times) < 0.2) & family.equal
     extra = (found.expected == 0) & (found.times > 0.2 if family.equal else found.observed > 0)
     other = (found.expected > 0) & ~missing
     if page := _of_page(family, decoded, found, missing, extra, token, qo_head):
@@ -243,10 +267,10 @@ def _clue(
     i = chosen[0]
     tile = f", tile {found.tile[i]}" if found.tile[i] >= 0 else ""
     words = f"{verb} {name(family.problem, found.owners[i], token)}{tile}, {_weight(family, decoded, found, i)}"
-    rest = [str(found.owners[j].token) for j in chosen[1:NAMED]]
+    rest = [_short(found.owners[j]) for j in chosen[1:NAMED]]
     more = f" and {len(chosen) - NAMED} more" if len(chosen) > NAMED else ""
     words += f"; also {', '.join(rest)}{more}" if rest else ""
-    gate = Gate.OUT if kind is Kind.WEIGHT and not family.equal else Gate.COUNT
+    gate = Gate.COUNT if family.equal else Gate.OUT
     return Clue(
         kind,
         words,
@@ -255,6 +279,11 @@ def _clue(
         pages=_pages(family.problem, [found.owners[j] for j in chosen], token),
         tiles=tuple(sorted({int(found.tile[j]) for j in chosen} - {-1})),
     )
+
+
+def _short(owner: Owner) -> str:
+    """Its position in the request that owns it; of nobody's, the physical place."""
+    return str(owner.token) if owner.request >= 0 else f"physical page {owner.physical} offset {owner.offset}"
 
 
 def _pages(problem: Problem, owners: list[Owner], token: int) -> tuple[int, ...]:
@@ -272,7 +301,8 @@ def _weight(family: Family, decoded: Decoded, found: _Found, i: int) -> str:
         whole = round(k / decoded.gain)
         times = round(float(found.times[i]))
         exact = abs(k / decoded.gain - whole) < 0.01 * k and abs(found.times[i] - times) <= 0.2
-        seen = f"{times}/{whole}" if exact else f"{observed:.6g}"
+        countable = whole * FORMATS[family.problem.spec.dtype].u < 0.5  # else k edges and k + 1 weigh the same
+        seen = (f"{times}/{whole}" if countable else f"{times} x 1/{k}") if exact else f"{observed:.6g}"
         return f"weight {seen} instead of {f'{round(right * k)}/{k}' if right else 0}"
     words = f"weight {observed:.6g} instead of {right:.6g}"
     if observed > 0 and right > 0 and np.isfinite(decoded.lse).all():
@@ -307,7 +337,7 @@ def _of_page(
     size = family.problem.spec.page_size
     lost, read = ([found.owners[i] for i in found.some(which)] for which in (missing, extra))
     pages, physical = {o.token // size for o in lost}, {o.physical for o in read}
-    same = sorted(o.offset for o in lost) == sorted(o.offset for o in read)
+    same = sorted((o.offset, o.kv_head) for o in lost) == sorted((o.offset, o.kv_head) for o in read)
     if len(pages) != 1 or len(physical) != 1 or not same:
         return None
     page, other, first = pages.pop(), physical.pop(), read[0]

@@ -13,6 +13,7 @@ from sacts.reports.records import Finding, Gate, Strip
 
 from ..adapter import Refused
 from ..build import Problem
+from ..gates.intervals import judge_lse
 from ..gates.layout import LAUNCHES, judge_layout
 from ..launch import CLEAN, WHOLE, AdapterRaised, ContractBroken, Launcher, Observed, Surroundings, place_of
 from ..probes.inputs import COUNT, RANDOM, Probe
@@ -134,24 +135,21 @@ class _Search:
             single = self.family.with_splits(1)
             self.split_only = not self.meter(single).bad[self.row]
             self.family = self.family if self.split_only else single
-        told = False
-        for clue in self._of_row():
-            told = True
-            yield clue
-        if not told:
-            yield self._values()
+        yield from self._of_row()
         yield from self._of_batch()
 
     def _of_row(self) -> Iterator[Clue]:
         if not int(self.seen.expected.edges[self.row]):
-            yield Clue(Kind.EMPTY, "it has no edge, but is not what the empty-row rule says", self._gate())
+            values = self._values()
+            must = "" if values.kind is Kind.LSE else "out must be 0: "
+            yield Clue(Kind.EMPTY, f"the row has no edge: {must}{values.words}", values.gate)
             return
         if few_channels(self.seen) and (clue := wrong_channels(self.meter, self.family, *self.row)):
             yield clue
             return
         reading = self._decoded()
         self.strip = reading.strip
-        yield from reading.clues
+        yield from reading.clues or (self._values(),)
         if self.split_only:
             yield from self._of_split(reading)
         elif not reading.clues or reading.clues[0].kind in (Kind.TILE, Kind.DENOMINATOR, Kind.LSE, Kind.WEIGHT):
@@ -178,29 +176,27 @@ class _Search:
         if mine.num_tiles < 2:
             return
         tile = first_bad_tile(self.meter, self.family, *self.row)
-        edges = np.flatnonzero(mine.tile == tile)
-        if tile is None:
+        if not tile:  # where one tile is already wrong, tiles say nothing
             return
-        where = f"tiles 0 to {tile - 1} alone are right, " if tile else ""
+        edges = np.flatnonzero(mine.tile == tile)
         span = ""
         if len(edges):
             ends = [owner_of(problem, mine.slots, int(i), self.row[0]) for i in edges[[0, -1]]]
             span = ": " + " to ".join(name(problem, end, self.row[0]) for end in ends)
-        words = f"{where}the running state is wrong from tile {tile} of {mine.num_tiles} on{span}"
+        from_tile = f"the running state is wrong from tile {tile} of {mine.num_tiles} on{span}"
+        words = f"tiles 0 to {tile - 1} alone are right, {from_tile}"
         yield Clue(Kind.TILE, words, self._gate(), tiles=(tile,))
 
     def _of_split(self, reading: Reading) -> Iterator[Clue]:
         """Right with one split: is it a split's own range, or the merge?"""
-        splits = self.family.hints.num_splits
         wrong = next((clue.splits for clue in reading.clues if clue.kind is Kind.SPLIT), ())
-        words = f"right with 1 split, wrong with {splits}"
-        pair: tuple[int, ...] = ()
-        if wrong:
-            trial = try_split(self.meter, self.family, wrong[0], *self.row)
-            words += f"; split {wrong[0]}'s range alone is " + ("wrong" if trial.alone_fails else "right: the merge")
-            if trial.pair_fails:
-                words += f", already of splits {trial.pair[0]} and {trial.pair[1]}"
-        yield Clue(Kind.SPLIT, words, Gate.MERGE, splits=wrong or pair)
+        if not wrong:
+            return
+        trial = try_split(self.meter, self.family, wrong[0], *self.row)
+        words = f"split {wrong[0]}'s range alone is " + ("wrong" if trial.alone_fails else "right: the merge")
+        if trial.pair_fails:
+            words += f", already of splits {trial.pair[0]} and {trial.pair[1]}"
+        yield Clue(Kind.SPLIT, words, Gate.MERGE, splits=wrong)
 
     def _of_batch(self) -> Iterator[Clue]:
         """Whether the request is wrong by itself."""
@@ -227,16 +223,17 @@ class _Search:
                 f"channel {at[2]}: out {observed.out[at]:.7g}, allowed {right.out_lo[at]:.7g} to {right.out_hi[at]:.7g}"
             )
             return Clue(Kind.WEIGHT, words, self._gate())
-        assert observed.lse is not None
-        words = f"lse {observed.lse[self.row]:.7g}, expected {right.lse[self.row]:.7g}"
-        return Clue(Kind.LSE, words, Gate.LSE)
+        finding = judge_lse(self.family.problem.spec, right, observed)
+        assert finding is not None
+        return Clue(Kind.LSE, finding.sentence.removeprefix(f"{finding.place}: "), Gate.LSE)
 
     def _location(self, clues: list[Clue], end: str) -> Location:
         spec = self.family.problem.spec
         place = place_of(spec, *self.row)
         words = "; ".join(clue.words for clue in clues)
         gate = Gate.MERGE if self.split_only else clues[0].gate
-        sentence = f"{place}: {words}{self._extent()}{end}"
+        splits = f"right with 1 split, wrong with {self.family.hints.num_splits}: " if self.split_only else ""
+        sentence = f"{splits}{place}: {words}{self._extent()}{end}"
         use = float(max(self.seen.out_use[self.row].max(), self.seen.lse_use[self.row]))
         finding = Finding(gate, place, sentence, use=use, strip=self.strip)
         return Location(finding, self.row, tuple(clues), self.meter.launches)

@@ -21,6 +21,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 REFINED = 8  # groups that are looked into at a time, the most wrong ones
+AGREEING = 0.1  # share of a row's mass that must fit the gain which its lse means, for that gain to be believed
 SUSPECTED = 0.5  # correlation of a residual with a slot's code from which the slot is a suspect
 
 
@@ -159,7 +160,7 @@ def _look(meter: Meter, family: Family, groups: Groups) -> Seen:
 
 
 def _masses(family: Family, groups: Groups, seen: Seen, token: int, qo_head: int, gain: float | None = None) -> Masses:
-    """The row's masses; `gain` is estimated where none is given."""
+    """The row's masses; `gain` is estimated where none is given: e^(right lse - lse) where part of the row fits it."""
     count = int(groups.group.max(initial=-1)) + 1
     observed, right, width, low, high = (
         x[token, qo_head, :count]
@@ -171,9 +172,11 @@ def _masses(family: Family, groups: Groups, seen: Seen, token: int, qo_head: int
             seen.expected.out_hi,
         )
     )
-    inside = (observed >= low) & (observed <= high)
+    inside, edges = (observed >= low) & (observed <= high), int(seen.expected.edges[token, qo_head])
     if gain is None:
-        gain = _gain(family, observed, right, inside, int(seen.expected.edges[token, qo_head]))
+        majority = right[inside].sum() > 0.5 * right.sum()
+        own = None if inside.all() else _by_lse(family, groups, seen, token, qo_head, whole=majority)
+        gain = own or _gain(family, observed, right, inside, edges)
     if gain == 1.0:
         return Masses(groups, observed, right, gain, ~inside)
     dtype = family.problem.spec.dtype
@@ -183,6 +186,19 @@ def _masses(family: Family, groups: Groups, seen: Seen, token: int, qo_head: int
         allowed = abs(gain) * width + 2 * half_spacing(larger, dtype)
         allowed += 0.0 if family.equal else 4 * FORMATS[dtype].u * np.abs(share)  # of the gain itself
         return Masses(groups, observed, right, gain, ~(np.abs(observed - share) <= allowed))
+
+
+def _by_lse(family: Family, groups: Groups, seen: Seen, token: int, qo_head: int, *, whole: bool) -> float | None:
+    """The gain that the row's lse means, where a part of the row fits it, or the `whole` row."""
+    if seen.observed.lse is None:
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        gain = float(np.exp(seen.expected.lse[token, qo_head] - seen.observed.lse[token, qo_head]))
+    if not 0 < gain < np.inf or gain == 1.0:
+        return None
+    masses = _masses(family, groups, seen, token, qo_head, gain)
+    fits = masses.expected[~masses.off & (masses.expected > 0)].sum() > AGREEING * masses.expected.sum()
+    return gain if fits and not (whole and masses.off.any()) else None
 
 
 def _gain(family: Family, observed: Array, right: Array, inside: Bools, edges: int) -> float:
