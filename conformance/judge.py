@@ -11,7 +11,7 @@ import numpy as np
 
 from sacts.matrices.cell import Cell
 from sacts.reference.numerics import Numerics
-from sacts.reports.records import Finding, Gate, ProbeResult, Record, Verdict
+from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Verdict
 
 from . import conventions
 from .adapter import Refused, Scale, Support
@@ -21,7 +21,7 @@ from .gates import intervals
 from .gates.layout import changed
 from .gates.witnesses import used
 from .launch import AdapterRaised, ContractBroken, Launcher, Observed
-from .probes.copies import PROVES, Copy, copies
+from .probes.copies import Copy, copies
 from .probes.inputs import RANDOM
 
 ALWAYS = ("random", "count")  # also of rows without an edge, which must be exactly empty

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from .records import ACCEPTED, INCOMPLETE, Record, Strip, Verdict, exit_code, replace_file, reproduce
+from .records import ACCEPTED, INCOMPLETE, PROVES, Record, Strip, Verdict, exit_code, replace_file, reproduce
 
 SIGNS = {
     Verdict.PASS: "P",
@@ -82,6 +82,12 @@ def _uses(records: Sequence[Record]) -> list[dict[str, Any]]:
     return rows
 
 
+def _probes(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Each probe, what it proves, and in how many cells it was judged, untrusted, not applicable."""
+    said = {name: Counter(r.probes[name].said for r in records if name in r.probes) for name in PROVES}
+    return [(name, PROVES[name], ", ".join(f"{n} {word}" for word, n in each.items())) for name, each in said.items()]
+
+
 def render(
     records: Sequence[Record],
     environment: Mapping[str, str],
@@ -106,6 +112,7 @@ def render(
         ],
         uses=_uses(ordered),
         points=points,
+        probes=_probes(ordered),
         axes=list(points[0]["axes"]) if points else [],
         default_axes=DEFAULT_AXES,
         signs=SIGNS,

@@ -52,6 +52,18 @@ class Gate(StrEnum):
     MERGE = "merge"
 
 
+PROVES = {
+    "count": "each row attends exactly its candidates, each once: with equal logits, out is their mean code and lse is "
+    "ln k",
+    "select": "a row whose one key carries all the mass returns that key's value to the last bit, at page edges first",
+    "random": "every output and lse element lies within the error that its own inputs allow",
+    "dither": "the numerator weighs what the denominator counts: a relative error of 1e-5 flips a bit of out",
+    "cliff": "a rise of ten octaves at a tile's edge rescales sums and accumulator alike",
+    "stair": "as the maximum climbs from tile to tile every octave is counted, and P is its power of two",
+    "comb": "P meets the V of its own key: each channel of out shows the weights of a few keys",
+}  # what each probe proves, in the order in which failures are looked at
+
+
 class ProbeResult(msgspec.Struct, frozen=True):
     """What one probe did in a case. `said`: `judged`, `untrusted` (its fault could not have shown in some of its rows,
     `rows` says in how many of how many) or `not applicable`; `use`: its largest observed / allowed.

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from sacts.conformance.judge import blank
 from sacts.matrices.cell import axis_values
 from sacts.reports import html, junit
-from sacts.reports.records import Finding, Gate, Record, Strip, Verdict
+from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Strip, Verdict
 
 EVIL = "<script>alert(1)</script>"
 STRIP = Strip(first=[0, 4], step=4, observed=[0.5, 0.0], expected=[0.25, 0.25], elsewhere=0.5)
@@ -94,6 +94,15 @@ def test_bars_are_wrong_only_where_the_weights_differ() -> None:
     right = Strip([0, 1], 1, [0.5, 0.499], [0.5, 0.5])
     assert [bar.wrong for bar in html.bars(right)] == [False, False]
     assert [bar.wrong for bar in html.bars(STRIP)] == [True, True]
+
+
+def test_the_page_says_what_each_probe_proves_and_where_it_was_untrusted() -> None:
+    told = {"dither": ProbeResult("untrusted", "1 of 4"), "comb": ProbeResult("not applicable")}
+    known = {name: getattr(FAILED, name) for name in FAILED.__struct_fields__}
+    _, seen = page(Record(**known | {"probes": told}))
+    assert PROVES["dither"] in seen.text
+    assert "1 untrusted" in seen.text
+    assert "dither untrusted in 1 of 4 rows, comb not applicable" in seen.text
 
 
 def test_the_heat_map_knows_every_axis() -> None:

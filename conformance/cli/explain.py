@@ -72,10 +72,11 @@ def _sizes(cell: Cell) -> dict[str, Any]:
 
 def _probes(cell: Cell) -> list[str]:
     from sacts.reference.numerics import Numerics
+    from sacts.reports.records import PROVES
 
     from ..build import build
     from ..gates.layout import KINDS
-    from ..probes.copies import PROVES, copies
+    from ..probes.copies import copies
 
     problem = build(cell)
     made = copies(problem, Numerics.default(problem.spec.dtype))

@@ -21,15 +21,6 @@ from .witness import Witness, suits, witness
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-PROVES: dict[str, str] = {
-    "count": COUNT.proves,
-    "select": "a row whose one key carries all the mass returns that key's value to the last bit, at page edges first",
-    "random": RANDOM.proves,
-    "dither": "the numerator weighs what the denominator counts: a relative error of 1e-5 flips a bit of out",
-    "cliff": "a rise of ten octaves at a tile's edge rescales sums and accumulator alike",
-    "stair": "as the maximum climbs from tile to tile every octave is counted, and P is its power of two",
-    "comb": "P meets the V of its own key: each channel of out shows the weights of a few keys",
-}
 WITNESS_COPIES = 2  # of one launch at most, each of another request
 
 _EXACTNESS = {"select": Exactness(one_key=True), "stair": Exactness(dyadic_p=True)}

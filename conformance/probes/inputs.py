@@ -14,6 +14,7 @@ import numpy as np
 from sacts.reference.bounds import GENERIC, Exactness
 from sacts.reference.formats import round_to
 from sacts.reference.forward import Inputs, edges
+from sacts.reports.records import PROVES
 
 from ..build import Problem
 from ..draw import Array, Draw
@@ -140,13 +141,13 @@ def _paired_codes(problem: Problem, draw: Draw, shape: tuple[int, ...]) -> Array
 
 RANDOM = Probe(
     "random",
-    "every output and lse element lies within the error that its own inputs allow",
+    PROVES["random"],
     lambda problem: GENERIC,
     _random,
 )
 COUNT = Probe(
     "count",
-    "each row attends exactly its candidates, each once: with equal logits, out is their mean code and lse is ln k",
+    PROVES["count"],
     _count_exactness,
     _count,
 )
