@@ -16,13 +16,14 @@ from sacts.reference.forward import Inputs, forward
 from sacts.reference.generic_bounds import generic_rows
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import DType
+from sacts.reports.records import PROVES
 
 from .adapter import Backend
 from .build import Problem, build
 from .gates.intervals import largest, lse_use
 from .gates.witnesses import used
 from .launch import Launcher
-from .probes.copies import PROVES, copies
+from .probes.copies import copies
 from .probes.inputs import RANDOM
 
 Array = NDArray[np.float64]

@@ -72,17 +72,18 @@ def use_of(copy: Copy, observed: Observed) -> float:
     return max(out, intervals.largest(intervals.lse_use(copy.expected, observed)))
 
 
-def diagnose(launcher: Launcher, batch: Batch, suspects: set[int]) -> Finding:
-    """The first gate that fails: on the suspected copies one by one, then among all that shared the launch."""
-    alone = _Clean(launcher, [batch.copies[n] for n in sorted(suspects)])
+def diagnose(launcher: Launcher, suspected: Sequence[tuple[Batch, set[int]]]) -> Finding:
+    """The first gate that fails: on the suspected copies one by one, then among all that shared a launch."""
+    alone = _Clean(launcher, [batch.copies[n] for batch, suspects in suspected for n in sorted(suspects)])
     for finding in alone.findings():
         if finding is not None:
             return alone.blame_merge(finding)
-    together = _Together(launcher, batch)
-    for finding in together.findings():
-        if finding is not None:
-            words = f"{finding.sentence} (only in the company of {batch.problem.spec.num_requests} requests)"
-            return replace_sentence(together.blame_merge(finding), words)
+    for batch, _ in suspected:
+        together = _Together(launcher, batch)
+        for finding in together.findings():
+            if finding is not None:
+                words = f"{finding.sentence} (only in the company of {batch.problem.spec.num_requests} requests)"
+                return replace_sentence(together.blame_merge(finding), words)
     words = "its bits changed from launch to launch, and not when that was repeated: the backend is not deterministic"
     return Finding(Gate.LAYOUT, "the whole launch", words)
 

@@ -139,22 +139,26 @@ def _numerics(launcher: Launcher, problem: Problem) -> Numerics:
 
 def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding | None:
     """Two launches of all copies, poisoned in complementary ways. Where both lie within their bounds and agree to the
-    bit, nothing that must not matter did, and nothing else is launched.
+    bit, nothing that must not matter did, and nothing else is launched. Every copy is seen before one is blamed.
     """
-    for batch in batches(made):
-        try:
-            first = batch.launch_poisoned(launcher, 0)
-        except ContractBroken:
-            launcher(made[0].problem, made[0].inputs)  # the same breach without company has a plainer place
-            raise
-        suspects = {n for n, copy in enumerate(batch.copies) if use_of(copy, first[n]) > 1}
-        _note(sheet, batch.copies, first)
-        if not suspects:
-            second = batch.launch_poisoned(launcher, 1)
-            suspects = {n for n in range(len(first)) if changed(first[n], second[n])}
-        if suspects:
-            return diagnose(launcher, batch, suspects)
-    return None
+    groups = batches(made)
+    try:
+        first = [batch.launch_poisoned(launcher, 0) for batch in groups]
+    except ContractBroken:
+        launcher(made[0].problem, made[0].inputs)  # the same breach without company has a plainer place
+        raise
+    suspected = []
+    for batch, seen in zip(groups, first, strict=True):
+        _note(sheet, batch.copies, seen)
+        suspected.append((batch, {n for n, copy in enumerate(batch.copies) if use_of(copy, seen[n]) > 1}))
+    if not any(suspects for _, suspects in suspected):
+        suspected = [
+            (batch, {n for n, (one, other) in enumerate(zip(seen, again, strict=True)) if changed(one, other)})
+            for batch, seen in zip(groups, first, strict=True)
+            for again in [batch.launch_poisoned(launcher, 1)]
+        ]
+    suspected = [(batch, suspects) for batch, suspects in suspected if suspects]
+    return diagnose(launcher, suspected) if suspected else None
 
 
 def _note(sheet: _Sheet, made: Sequence[Copy], observed: Sequence[Observed]) -> None:

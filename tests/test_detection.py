@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from sacts.conformance.detection import GATES, RULES, WITNESS, FaultyAdapter, Trial, table, trials
-from sacts.conformance.probes.copies import PROVES
 from sacts.kernels_under_test.faults.detection import OneFault, names
 from sacts.matrices.cell import parse
+from sacts.reports.records import PROVES
 
 CELL = parse("decode/bf16/kv:249+249/heads:2-1/dim:32/pattern:all/splits:4/tile:16")
 OURS = GATES[-1]
