@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
-from sacts.conformance.adapter import NATIVE, PADDING, Capabilities, Case, Consumes, Outputs, Refused, Support, refused
+from sacts.conformance.adapter import (
+    NATIVE,
+    PADDING,
+    Capabilities,
+    Case,
+    Consumes,
+    Determinism,
+    Outputs,
+    Refused,
+    Support,
+    refused,
+)
 from sacts.kernels_under_test.served import unserved
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec, CausalRule, DType
@@ -39,6 +50,7 @@ class Adapter:
     name = "triton"
     capabilities = Capabilities(
         consumes=Consumes.RAW,
+        determinism=dict.fromkeys(("out", "lse"), frozenset(Determinism) - {Determinism.SCHEDULE}),
         numerics={
             dtype: Numerics(p=DType.FP32 if INTERPRETED else dtype, out=dtype, merges_states=True, unit_p=True)
             for dtype in DType
