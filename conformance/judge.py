@@ -113,6 +113,8 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
     finding = _finding(launcher, made, sheet)
     if finding is not None:
         sheet.reach(finding.gate)
+        if finding.use is not None:
+            sheet.use[finding.gate] = finding.use
         return sheet.close(Verdict.FAIL, finding.sentence, finding)
     sheet.reach(None)
     if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
@@ -148,8 +150,8 @@ def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding
             launcher(made[0].problem, made[0].inputs)  # the same breach without company has a plainer place
             raise
         suspects = {n for n, copy in enumerate(batch.copies) if use_of(copy, first[n]) > 1}
-        _note(sheet, batch.copies, first)
         if not suspects:
+            _note(sheet, batch.copies, first)
             second = batch.launch_poisoned(launcher, 1)
             suspects = {n for n in range(len(first)) if changed(first[n], second[n])}
         if suspects:
