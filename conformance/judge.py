@@ -113,6 +113,8 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
     finding = _finding(launcher, made, sheet)
     if finding is not None:
         sheet.reach(finding.gate)
+        if finding.use is not None:
+            sheet.use[finding.gate] = finding.use
         return sheet.close(Verdict.FAIL, finding.sentence, finding)
     sheet.reach(None)
     if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
@@ -149,8 +151,10 @@ def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding
         raise
     suspected = []
     for batch, seen in zip(groups, first, strict=True):
-        _note(sheet, batch.copies, seen)
-        suspected.append((batch, {n for n, copy in enumerate(batch.copies) if use_of(copy, seen[n]) > 1}))
+        suspects = {n for n, copy in enumerate(batch.copies) if use_of(copy, seen[n]) > 1}
+        suspected.append((batch, suspects))
+        if not suspects:
+            _note(sheet, batch.copies, seen)
     if not any(suspects for _, suspects in suspected):
         suspected = [
             (batch, {n for n, (one, other) in enumerate(zip(seen, again, strict=True)) if changed(one, other)})

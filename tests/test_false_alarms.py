@@ -1,7 +1,7 @@
 """No false alarm: right modelled kernels of many arithmetics are accepted on every cell of the smoke tier.
 
-`SACTS_CAMPAIGN=44 pytest -n 14 tests/test_false_alarms.py` judges 20,064 cells; the largest observed / allowed of each
-gate is printed with -s.
+`SACTS_CAMPAIGN=44 pytest -n 14 -rP tests/test_false_alarms.py` judges 20,064 cells and prints the largest observed / allowed of each
+gate.
 """
 
 from __future__ import annotations
