@@ -1,7 +1,7 @@
 """No false alarm: right modelled kernels of many arithmetics are accepted on every cell of the smoke tier.
 
-`SACTS_CAMPAIGN=44 pytest -n 14 -rP tests/test_false_alarms.py` judges 20,064 cells and prints the largest observed / allowed of each
-gate.
+`SACTS_CAMPAIGN=44 pytest -n 14 -rP tests/test_false_alarms.py` judges 20,064 cells and prints the largest observed /
+allowed of each gate.
 """
 
 from __future__ import annotations
