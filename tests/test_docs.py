@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sacts.conformance.adapter import Backend, Capabilities, Case
@@ -48,6 +49,11 @@ def test_without_its_mask_it_fails_as_the_readme_shows(tmp_path: Path) -> None:
     record = judged(tmp_path, KERNEL[1].replace(MASK, ""), SHOWN)
     assert record.verdict is Verdict.FAIL
     assert " ".join(record.sentence.split()) in " ".join(README.split())
+    strip = record.finding.strip if record.finding else None
+    assert strip is not None
+    assert strip.elsewhere == 0
+    np.testing.assert_allclose(strip.observed, [1 / 50] * 50 + [0] * 14, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(strip.expected, [1 / 32] * 32 + [0] * 32)
 
 
 def test_without_its_window_the_skeleton_fails_as_the_tour_shows(tmp_path: Path) -> None:

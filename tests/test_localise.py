@@ -85,14 +85,14 @@ def test_a_seeded_fault_is_named_in_at_most_the_budget(fault: str) -> None:
     assert shown
 
 
-@pytest.mark.skipif(not SEEDS, reason="a campaign: set SACTS_LOCALISE to the number of seeds")
 def test_the_campaign_names_95_percent() -> None:
+    """Of one seed in two cells; SACTS_LOCALISE=4 takes four in all."""
     rows: dict[str, list[tuple[bool, int]]] = {name: [] for name in FAULTS}
     unseen = dict.fromkeys(FAULTS, 0)
-    for cell in CELLS:
+    for cell in CELLS if SEEDS else CELLS[:2]:
         problem = problem_of(cell)
         for name, fault in FAULTS.items():
-            for seed in range(SEEDS):
+            for seed in range(SEEDS or 1):
                 if (seeded := fault(problem, Random(f"{cell} {seed}"))) is None:
                     continue
                 found, right = tried(seeded, problem)

@@ -356,22 +356,26 @@ def _of_page(
 
 
 def _strip(problem: Problem, decoded: Decoded, token: int, qo_head: int) -> Strip:
-    """The decoded row by the request's own positions, tails included, in at most STRIP_BINS ranges. A slot in a group
-    that agrees has its share of it; decoded ones have their own weight.
+    """The decoded row by the request's own positions, tails included, in at most STRIP_BINS ranges. Decoded slots have
+    their own weight, the others their share of what these leave of their group.
     """
     shape = (*problem.slot_request.shape, problem.spec.num_kv_heads)
     mine, first = decoded.walk, decoded.first
     right = np.zeros(shape)
     np.add.at(right, mine.slots.at, mine.count / max(1, int(mine.count.sum())))
-    slots, group = first.groups.slots, first.groups.group
-    share = right[slots.at]
-    of_group = np.bincount(group, weights=share, minlength=len(first.observed))
-    even = 1 / np.maximum(first.size, 1)
-    seen = np.zeros(shape)
-    mass = np.nan_to_num(first.observed)
+    slots, group, count = first.groups.slots, first.groups.group, len(first.observed)
+    seen, known = np.zeros(shape), np.zeros(shape, bool)
+    seen[decoded.slots.at], known[decoded.slots.at] = np.nan_to_num(decoded.observed), True
+    left = ~known[slots.at]
+    share = right[slots.at] * left
+    of_group = np.bincount(group, weights=share, minlength=count)
+    even = 1 / np.maximum(np.bincount(group, weights=left, minlength=count), 1)
+    whole = np.nan_to_num(first.observed)
+    mass = whole - np.bincount(group, weights=seen[slots.at], minlength=count)
+    mass = np.where(np.abs(mass) > 2 * FORMATS[problem.spec.dtype].u * np.abs(whole), mass, 0.0)  # else its rounding
     with np.errstate(invalid="ignore", divide="ignore"):
-        seen[slots.at] = np.where(of_group[group] > 0, mass[group] * share / of_group[group], mass[group] * even[group])
-    seen[decoded.slots.at] = np.nan_to_num(decoded.observed)
+        shares = np.where(of_group[group] > 0, mass[group] * share / of_group[group], mass[group] * even[group])
+    seen[slots.at] = np.where(left, shares, seen[slots.at])
     position = problem.position_in(problem.spec.token_request[token])
     own = np.zeros(shape, bool)
     own[..., qo_head // problem.spec.group_size] = position >= 0
