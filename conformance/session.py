@@ -84,7 +84,9 @@ class Journal:
         if found and report.when == "call":
             self._add(report.nodeid, decode(str(found[0])))
         elif report.failed and report.nodeid not in self.records:
-            self._add(report.nodeid, self._blank(report.nodeid, Verdict.SUITE_ERROR, str(report.longrepr)))
+            crash = getattr(report.longrepr, "reprcrash", None)
+            words = crash.message if crash else str(report.longrepr)
+            self._add(report.nodeid, self._blank(report.nodeid, Verdict.SUITE_ERROR, words))
 
     def _add(self, nodeid: str, record: Record) -> None:
         self.records[nodeid] = record

@@ -9,14 +9,17 @@ import os
 from collections.abc import Callable
 from random import Random
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from seeded_places import FAULTS, Looped, Patched, Seeded
 
-from sacts.conformance.adapter import Backend
+from sacts.conformance.adapter import Backend, Case, Outputs
 from sacts.conformance.build import Problem, build
+from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
 from sacts.conformance.localise.bisection import first_bad_tile, partners
 from sacts.conformance.localise.cuts import some_requests, tile_range
@@ -24,8 +27,11 @@ from sacts.conformance.localise.launches import BUDGET, BudgetSpent, Family, Met
 from sacts.conformance.localise.locate import Location, locate
 from sacts.conformance.localise.tomography import decode
 from sacts.conformance.probes.inputs import COUNT, RANDOM
+from sacts.kernels_under_test.sdpa import Adapter
 from sacts.matrices.cell import parse
 from sacts.reference.forward import edges, forward
+from sacts.reports import records
+from sacts.reports.records import Verdict
 
 SEEDS = int(os.environ.get("SACTS_LOCALISE", "0"))
 CELLS = (
@@ -232,3 +238,18 @@ def test_a_meter_refuses_what_it_cannot_pay() -> None:
 def test_the_count_family_has_equal_logits() -> None:
     problem = problem_of("decode/fp16/kv:17/pattern:all")
     assert Family(problem, COUNT.inputs(problem), COUNT.exactness(problem), problem.hints).equal
+
+
+def test_infinite_weights_make_a_record_that_can_be_read_again() -> None:
+    class Overflowing(Adapter):
+        """Wrong, and infinite where V is one-hot."""
+
+        def run(self, case: Case, plan: Any = None) -> Outputs:
+            outputs = super().run(case)
+            outputs.out[..., :8] = torch.inf if (case.v_cache == 0).any() else 1.0
+            return outputs
+
+    record = judge(Launcher(Backend(Overflowing()), "cpu"), "overflowing", parse("decode/fp32/kv:100"))
+    assert record.verdict is Verdict.FAIL
+    assert record.finding is not None and record.finding.strip is not None
+    assert records.decode(records.encode(record)) == record

@@ -12,6 +12,7 @@ from sacts.reference.formats import FORMATS
 from sacts.reports.records import Gate, Strip
 
 from ..build import Problem
+from ..gates.intervals import LARGEST_USE
 from .launches import Family
 from .slots import Owner, name, owner_of
 from .tomography import Decoded
@@ -355,6 +356,11 @@ def _of_page(
 # --- the strip
 
 
+def _drawable(weights: Array) -> Array:
+    """Finite weights, whose sums JSON can hold."""
+    return np.clip(np.nan_to_num(weights), -LARGEST_USE, LARGEST_USE)
+
+
 def _strip(problem: Problem, decoded: Decoded, token: int, qo_head: int) -> Strip:
     """The decoded row by the request's own positions, tails included, in at most STRIP_BINS ranges. Decoded slots have
     their own weight, the others their share of what these leave of their group.
@@ -365,12 +371,12 @@ def _strip(problem: Problem, decoded: Decoded, token: int, qo_head: int) -> Stri
     np.add.at(right, mine.slots.at, mine.count / max(1, int(mine.count.sum())))
     slots, group, count = first.groups.slots, first.groups.group, len(first.observed)
     seen, known = np.zeros(shape), np.zeros(shape, bool)
-    seen[decoded.slots.at], known[decoded.slots.at] = np.nan_to_num(decoded.observed), True
+    seen[decoded.slots.at], known[decoded.slots.at] = _drawable(decoded.observed), True
     left = ~known[slots.at]
     share = right[slots.at] * left
     of_group = np.bincount(group, weights=share, minlength=count)
     even = 1 / np.maximum(np.bincount(group, weights=left, minlength=count), 1)
-    whole = np.nan_to_num(first.observed)
+    whole = _drawable(first.observed)
     mass = whole - np.bincount(group, weights=seen[slots.at], minlength=count)
     mass = np.where(np.abs(mass) > 2 * FORMATS[problem.spec.dtype].u * np.abs(whole), mass, 0.0)  # else its rounding
     with np.errstate(invalid="ignore", divide="ignore"):
