@@ -22,7 +22,7 @@ from .adapter import Backend, Determinism
 from .build import Problem, build
 from .launch import Launcher, Observed, place_of
 from .probes.inputs import RANDOM
-from .relations import Variant, chosen, hinted, relabelled, repeated, shuffled
+from .relations import Variant, chosen, heads_reversed, hinted, relabelled, repeated, scaled, shuffled
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -75,7 +75,13 @@ def _placements(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Vari
         yield shuffled(problem, inputs, replicate)
 
 
-LEVELS: dict[Determinism, Callable[[Problem, Inputs, int], Iterator[Variant]]] = {
+def _exact(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
+    yield scaled(problem, inputs)
+    yield heads_reversed(problem, inputs)
+
+
+EXACT = "V scaled by 2, heads reversed"  # equal bits, whatever a backend promises: GATES.md section 6
+LEVELS: dict[str, Callable[[Problem, Inputs, int], Iterator[Variant]]] = {
     Determinism.RUN_TO_RUN: _repeats,
     Determinism.SCHEDULE: _schedules,
     Determinism.BATCH_INVARIANT: _batches,
@@ -91,14 +97,10 @@ def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> lis
     allowed = expected(problem.spec, inputs, problem.table, problem.candidates, replace(numerics, splits=True))
     first = launcher(problem, inputs)
     found = []
-    for level, variants in LEVELS.items():
-        with _busy(launcher.device) if level is Determinism.RUN_TO_RUN else nullcontext():
-            runs = [
-                (launcher(v.problem, v.inputs, hints=v.hints), v.tokens) for v in variants(problem, inputs, repeats)
-            ]
-        found += [
-            _measured(launcher.backend, problem, allowed, level, output, first, runs) for output in outputs(first)
-        ]
+    for level, variants in {**LEVELS, EXACT: _exact}.items():
+        with _busy(launcher.device) if level == Determinism.RUN_TO_RUN else nullcontext():
+            runs = [(launcher(v.problem, v.inputs, hints=v.hints), v) for v in variants(problem, inputs, repeats)]
+        found += [_measured(launcher.backend, problem, allowed, level, name, first, runs) for name in outputs(first)]
     return found
 
 
@@ -111,19 +113,21 @@ def _measured(
     backend: Backend,
     problem: Problem,
     allowed: Expected,
-    level: Determinism,
+    level: str,
     output: str,
     first: Observed,
-    runs: list[tuple[Observed, Ints]],
+    runs: list[tuple[Observed, Variant]],
 ) -> Measurement:
-    values, all_bits = _of(first, output)
-    low, high, seen = values.copy(), values.copy(), [{row.tobytes()} for row in _by_row(all_bits)]
+    values, _ = _of(first, output)
+    low, high, seen = values.copy(), values.copy(), [{row.tobytes()} for row in _by_row(values)]
     heads = problem.spec.num_qo_heads
-    for observed, tokens in runs:
-        found, found_bits = _of(observed, output)
+    for observed, variant in runs:
+        out, lse = variant.undone(observed)
+        found, tokens = out if output == "out" else lse, variant.tokens
+        assert found is not None
         low[tokens], high[tokens] = np.minimum(low[tokens], found), np.maximum(high[tokens], found)
         places = (tokens[:, None] * heads + np.arange(heads)).ravel()
-        for at, row in zip(places.tolist(), _by_row(found_bits), strict=True):
+        for at, row in zip(places.tolist(), _by_row(found), strict=True):
             seen[at].add(row.tobytes())
     width = allowed.out_hi - allowed.out_lo if output == "out" else 2 * allowed.lse_bound
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -141,9 +145,9 @@ def _measured(
     )
 
 
-def promised(backend: Backend, output: str, level: Determinism) -> bool:
-    """Whether the adapter declares a level for an output."""
-    return level in backend.capabilities.determinism.get(output, frozenset())
+def promised(backend: Backend, output: str, level: str) -> bool:
+    """Whether the adapter declares a level for an output, or everybody must keep it."""
+    return level == EXACT or level in backend.capabilities.determinism.get(output, frozenset())
 
 
 def _of(observed: Observed, output: str) -> tuple[Array, Ints]:
@@ -153,8 +157,8 @@ def _of(observed: Observed, output: str) -> tuple[Array, Ints]:
     return observed.lse, observed.lse_bits
 
 
-def _by_row(values: Ints) -> Ints:
-    """[tokens * heads, ...]."""
+def _by_row(values: Array) -> Array:
+    """[tokens * heads, ...]; FP64 holds every value of an output, so equal bytes are equal bits."""
     return np.ascontiguousarray(values.reshape(values.shape[0] * values.shape[1], -1))
 
 

@@ -5,7 +5,7 @@ has for its rows; a backend that promises more gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -17,19 +17,29 @@ from sacts.reference.paging import PagedCache
 from sacts.reference.spec import Hints
 
 from .build import Problem
+from .launch import Observed
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A call that must give what the original gives: token i of its result is token `tokens[i]` of the original's."""
+    """A call that must give what the original gives: token i of its result is token `tokens[i]` of the original's,
+    query head h its query head `heads[h]` (empty: h), and out is `factor` times as large.
+    """
 
     name: str
     problem: Problem
     inputs: Inputs
     hints: Hints
     tokens: Ints
+    heads: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    factor: float = 1.0
+
+    def undone(self, observed: Observed) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+        """out and lse of the variant under the names and in the size of the original, [tokens of the variant, ...]."""
+        back = np.argsort(self.heads) if len(self.heads) else slice(None)
+        return observed.out[:, back] / self.factor, None if observed.lse is None else observed.lse[:, back]
 
 
 def repeated(problem: Problem, inputs: Inputs) -> Variant:
@@ -103,6 +113,30 @@ def shuffled(problem: Problem, inputs: Inputs, replicate: int) -> Variant:
     indices = np.concatenate([np.zeros(0, np.int64), *parts])
     variant = replace(problem, raw=CandidateLists(raw.indptr, indices))
     return Variant("lists in another order", variant, inputs, problem.hints, np.arange(problem.spec.num_tokens))
+
+
+def scaled(problem: Problem, inputs: Inputs, factor: float = 2.0) -> Variant:
+    """V times a power of two: out is as many times larger, to the bit."""
+    larger = replace(inputs.v, data=factor * inputs.v.data)
+    tokens = np.arange(problem.spec.num_tokens)
+    return Variant("V scaled", problem, inputs._replace(v=larger), problem.hints, tokens, factor=factor)
+
+
+def heads_reversed(problem: Problem, inputs: Inputs) -> Variant:
+    """KV heads, with their query heads and lists, in the opposite order."""
+    spec, raw, indptr = problem.spec, problem.raw, problem.candidates.indptr
+    kv_heads = np.arange(spec.num_kv_heads)[::-1]
+    heads = (kv_heads[:, None] * spec.group_size + np.arange(spec.group_size)).ravel()
+    rows = (np.arange(spec.num_tokens)[:, None] * spec.num_kv_heads + kv_heads).ravel()
+    new_indptr, indices, counts = _rows(indptr, rows, problem.candidates.indices, problem.candidates.counts)
+    variant = replace(
+        problem,
+        raw=CandidateLists(*_rows(raw.indptr, rows, raw.indices)),
+        candidates=ValidatedCandidates(new_indptr, indices, counts, problem.candidates.duplicates),
+    )
+    caches = (replace(cache, data=cache.data[:, :, kv_heads]) for cache in (inputs.k, inputs.v))
+    tokens = np.arange(spec.num_tokens)
+    return Variant("heads reversed", variant, Inputs(inputs.q[:, heads], *caches), problem.hints, tokens, heads)
 
 
 def hinted(problem: Problem, inputs: Inputs, hints: Hints) -> Variant:

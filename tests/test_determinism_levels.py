@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from sacts.conformance.adapter import Backend, Capabilities, Case, Determinism, Outputs
 from sacts.conformance.build import build
 from sacts.conformance.cli import app
-from sacts.conformance.determinism import LEVELS, Measurement, across_processes, measure
-from sacts.conformance.launch import Launcher
+from sacts.conformance.determinism import EXACT, LEVELS, Measurement, across_processes, measure
+from sacts.conformance.launch import Launcher, Observed
 from sacts.conformance.probes.inputs import RANDOM
-from sacts.conformance.relations import chosen, relabelled, shuffled
+from sacts.conformance.relations import chosen, heads_reversed, relabelled, scaled, shuffled
 from sacts.kernels_under_test.sdpa import Adapter
 from sacts.matrices.cell import parse
 from sacts.reference.forward import forward
@@ -74,8 +74,33 @@ def test_a_variation_breaks_the_promise_of_its_level(level: Determinism) -> None
 
 def test_a_backend_that_never_varies_gives_the_same_bits_at_every_level() -> None:
     found = measured(Adapter())
-    assert {each.level for each in found} == set(map(str, LEVELS))
-    assert all(each.kept and not each.promised and each.distinct == 1 for each in found)
+    assert {each.level for each in found} == {*map(str, LEVELS), EXACT}
+    assert all(each.kept and each.distinct == 1 for each in found)
+    assert {each.level for each in found if each.promised} == {EXACT}
+
+
+@pytest.mark.parametrize("output", ["out", "lse"])
+def test_heads_that_differ_by_their_place_break_what_nobody_has_to_promise(output: str) -> None:
+    class Uneven(Adapter):
+        def run(self, case: Case, plan: Any = None) -> Outputs:
+            outputs = super().run(case)
+            getattr(outputs, output)[:, 0] *= 1 + 2.0**-22
+            return outputs
+
+    found = {(each.level, each.output): each for each in measured(Uneven())}
+    assert not found[EXACT, output].kept
+    assert all(each.kept for (level, _), each in found.items() if level != EXACT)
+
+
+def test_an_output_that_saturates_breaks_the_scaling_of_v() -> None:
+    class Saturating(Adapter):
+        def run(self, case: Case, plan: Any = None) -> Outputs:
+            outputs = super().run(case)
+            outputs.out.clamp_(-0.5, 0.5)
+            return outputs
+
+    found = {(each.level, each.output): each for each in measured(Saturating())}
+    assert [key for key, each in found.items() if not each.kept] == [(EXACT, "out")]
 
 
 def test_a_range_beyond_the_bound_is_out_of_bound_without_any_promise() -> None:
@@ -136,6 +161,17 @@ def test_the_command_says_what_was_measured() -> None:
     for level in Determinism:
         assert str(level) in result.output
     assert CliRunner().invoke(app, ["determinism", "decode/fp17/kv:20"]).exit_code == 2
+
+
+@pytest.mark.parametrize("variant", [heads_reversed, scaled])
+def test_an_exact_relation_holds_in_the_reference(variant: Callable[..., Any]) -> None:
+    expected, (problem, inputs) = right()
+    other = variant(problem, inputs)
+    found = forward(other.problem.spec, other.inputs, other.problem.table, other.problem.candidates)
+    bits = np.zeros(0, np.int64)
+    out, lse = other.undone(Observed(found.out, found.lse, bits, bits))
+    np.testing.assert_allclose(out, expected.out, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(lse, expected.lse, rtol=0, atol=1e-13)
 
 
 def test_no_promise_is_the_default() -> None:
