@@ -1,4 +1,4 @@
-"""How much error each element of a gradient may carry: GATES.md section 3, docs/bounds.md section 9.
+"""How much error each element of a gradient may carry: GATES.md section 3, docs/bounds.md section 10.
 
 For a backward that recomputes P = exp(s - lse) from the saved lse, takes D = sum d_out * out from the saved out, and
 dS = P (dP - D + d_lse). What it is fed may be wrong: in isolation by the rounding of the fed out and lse, which is
