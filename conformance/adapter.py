@@ -9,7 +9,7 @@ docs/adapters.md is the vendor's page.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -214,6 +214,11 @@ class Backend:
         if not isinstance(support, Support):
             raise TypeError(f"support(spec) must return a Support, got {type(support).__name__}")
         return support
+
+    def numerics(self, dtype: DType, hints: Hints) -> Numerics:
+        """The numerics contract of a launch: where the hint names splits, the backend may split."""
+        declared = self.capabilities.numerics_of(dtype)
+        return replace(declared, splits=declared.splits or hints.num_splits > 1)
 
     def workspace_bytes(self, case: Case) -> int:
         """Bytes of workspace that the adapter asks for; 0 where it asks for none."""

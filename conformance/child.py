@@ -11,12 +11,13 @@ import faulthandler
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import BinaryIO
 
 import msgspec
 
 from sacts.matrices.cell import parse
-from sacts.reports.records import Record, Verdict
+from sacts.reports.records import Finding, Record, Verdict
 
 from . import conventions, determinism
 from .adapter import Backend, Determinism, Refused
@@ -24,6 +25,8 @@ from .determinism import Measurement
 from .judge import blank, judge
 from .launch import AdapterRaised, ContractBroken, Launcher
 from .loading import AdapterError, load
+from .localise.launches import BUDGET
+from .localise.locate import locate
 
 
 class Order(msgspec.Struct, tag="judge"):
@@ -65,6 +68,24 @@ class Measured(msgspec.Struct, tag="measured"):
     error: str = ""
 
 
+class Locate(msgspec.Struct, tag="locate"):
+    """Say where the backend is wrong in this cell, with at most `budget` launches beyond the first two."""
+
+    cell: str
+    replicate: int = 0
+    budget: int = BUDGET
+
+
+class Located(msgspec.Struct, tag="located"):
+    """What was found. `finding` None: nothing is wrong, or it could not be judged, and `error` says why. `launches`:
+    extra ones, beyond the two that look for a failure.
+    """
+
+    finding: Finding | None = None
+    launches: int = 0
+    error: str = ""
+
+
 class Started(msgspec.Struct, tag="started"):
     """A launch begins; it must end within `limit` seconds."""
 
@@ -79,7 +100,12 @@ class Judged(msgspec.Struct, tag="judged"):
     last: bool = False
 
 
-Message = Started | Judged | Described | Measured
+Message = Started | Judged | Described | Measured | Located
+_ANSWERS: dict[type, Callable[..., Described | Measured | Located]] = {
+    Describe: Described,
+    Measure: Measured,
+    Locate: Located,
+}
 OPTIONAL_MEMBERS = ("capabilities", "support", "workspace_bytes", "plan")
 
 
@@ -123,13 +149,10 @@ class Child:
     def serve(self, orders: BinaryIO) -> None:
         """Judge until the orders end."""
         for line in orders:
-            order = msgspec.json.decode(line, type=Order | Describe | Measure)
-            if isinstance(order, Describe):
-                self._send(self._describe())
-                continue
+            order = msgspec.json.decode(line, type=Order | Describe | Measure | Locate)
             self._launches = 0
-            if isinstance(order, Measure):
-                self._send(self._measure(order))
+            if not isinstance(order, Order):
+                self._send(self._answer(order))
                 faulthandler.cancel_dump_traceback_later()
                 continue
             record = self._judge(order)
@@ -152,25 +175,42 @@ class Child:
             self._launchers[key] = Launcher(backend, self._device, self._started)
         return self._launchers[key]
 
-    def _describe(self) -> Described:
+    def _answer(self, order: Describe | Measure | Locate) -> Described | Measured | Located:
+        """The answer to what is no judgement; where the backend cannot give one, why."""
         try:
-            backend = self._launcher({}).backend
+            if isinstance(order, Measure):
+                return self._measure(order)
+            return self._locate(order) if isinstance(order, Locate) else self._describe()
         except AdapterError as error:
-            return Described(error=str(error))
+            why = str(error)
+        except AdapterRaised as raised:
+            why = f"{raised} raised {type(raised.__cause__).__name__}: {raised.__cause__}"
+        except (ContractBroken, Refused) as error:
+            why = f"{type(error).__name__}: {error}"
+        return _ANSWERS[type(order)](error=why)
+
+    def _describe(self) -> Described:
+        backend = self._launcher({}).backend
         members = [name for name in OPTIONAL_MEMBERS if hasattr(backend.adapter, name)]
         return Described(conventions.described(backend.capabilities), members)
 
     def _measure(self, order: Measure) -> Measured:
+        launcher, cell = self._launcher({}), parse(order.cell)
+        if not order.repeats:
+            digests = determinism.digests(launcher, cell, order.replicate)
+            level = Determinism.PROCESS_TO_PROCESS
+            promises = {name: determinism.promised(launcher.backend, name, level) for name in digests}
+            return Measured(digests=digests, promises=promises)
+        return Measured(determinism.measure(launcher, cell, order.replicate, order.repeats))
+
+    def _locate(self, order: Locate) -> Located:
+        launcher = self._launcher({})
+        problem = conventions.problem_for(parse(order.cell), order.replicate, launcher.backend.capabilities)
         try:
-            launcher, cell = self._launcher({}), parse(order.cell)
-            if not order.repeats:
-                digests = determinism.digests(launcher, cell, order.replicate)
-                level = Determinism.PROCESS_TO_PROCESS
-                promises = {name: determinism.promised(launcher.backend, name, level) for name in digests}
-                return Measured(digests=digests, promises=promises)
-            return Measured(determinism.measure(launcher, cell, order.replicate, order.repeats))
-        except (AdapterError, AdapterRaised, ContractBroken, Refused) as error:
-            return Measured(error=f"{type(error).__name__}: {error}")
+            found = locate(launcher, problem, budget=order.budget)
+        except ContractBroken as broken:
+            return Located(broken.finding)
+        return Located(found.finding, found.launches) if found else Located()
 
     def _judge(self, order: Order) -> Record:
         def failed(verdict: Verdict, sentence: str) -> Record:

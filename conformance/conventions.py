@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sacts.matrices.cell import Cell
 from sacts.reference.candidates import CandidateLists
 from sacts.reference.forward import edges
 from sacts.reference.spec import AttentionSpec, CausalRule
@@ -25,7 +26,7 @@ from .adapter import (
     Scale,
     SentinelPlaces,
 )
-from .build import Problem
+from .build import Problem, build
 from .draw import Ints
 
 
@@ -34,6 +35,12 @@ def spec_for(spec: AttentionSpec, capabilities: Capabilities) -> AttentionSpec:
     if capabilities.index_space is IndexSpace.LOGICAL:
         return spec
     return replace(spec, block_size=1, causal=CausalRule.NONE, window_left=-1)
+
+
+def problem_for(cell: Cell, replicate: int, capabilities: Capabilities) -> Problem:
+    """The problem of a cell with the scale and the causal rule that a backend knows, where it knows no other."""
+    own_scale = capabilities.scale is Scale.DEFAULT
+    return build(cell, replicate, default_scale=own_scale, causal_rule=capabilities.causal)
 
 
 def lists_for(problem: Problem, capabilities: Capabilities) -> CandidateLists:

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from sacts.matrices.cell import Cell
 from sacts.reference.bounds import Expected, expected
 from sacts.reference.forward import Inputs
+from sacts.reference.spec import Hints
 
 from .adapter import Backend, Determinism
-from .build import Problem, build
+from .build import Problem
+from .conventions import problem_for
 from .launch import Launcher, Observed, place_of
 from .probes.inputs import RANDOM
 from .relations import Variant, chosen, heads_reversed, hinted, relabelled, repeated, scaled, shuffled
@@ -91,10 +93,10 @@ LEVELS: dict[str, Callable[[Problem, Inputs, int], Iterator[Variant]]] = {
 
 def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> list[Measurement]:
     """Every level but that of other processes (see `digests`), on the random probe of a cell."""
-    problem = build(cell, replicate)
+    problem = problem_for(cell, replicate, launcher.backend.capabilities)
     inputs = RANDOM.inputs(problem)
-    numerics = launcher.backend.capabilities.numerics_of(problem.spec.dtype)
-    allowed = expected(problem.spec, inputs, problem.table, problem.candidates, replace(numerics, splits=True))
+    numerics = launcher.backend.numerics(problem.spec.dtype, Hints(num_splits=max(SPLITS)))
+    allowed = expected(problem.spec, inputs, problem.table, problem.candidates, numerics)
     first = launcher(problem, inputs)
     found = []
     for level, variants in {**LEVELS, EXACT: _exact}.items():
@@ -164,7 +166,7 @@ def _by_row(values: Array) -> Array:
 
 def digests(launcher: Launcher, cell: Cell, replicate: int) -> dict[str, str]:
     """A hash of the bits of each output, to be compared with that of another process."""
-    problem = build(cell, replicate)
+    problem = problem_for(cell, replicate, launcher.backend.capabilities)
     observed = launcher(problem, RANDOM.inputs(problem))
     return {name: blake2b(_of(observed, name)[1].tobytes(), digest_size=16).hexdigest() for name in outputs(observed)}
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import numpy as np
 
 from sacts.matrices.cell import Cell
-from sacts.reference.numerics import Numerics
 from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Verdict
 
 from . import conventions
-from .adapter import Refused, Scale, Support
-from .build import Problem, build
+from .adapter import Refused, Support
+from .build import Problem
 from .diagnosis import GATE_OF, batches, diagnose, use_of
 from .gates import intervals
 from .gates.layout import changed
@@ -89,8 +88,7 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN), {}, {}, {})
     try:
         capabilities = launcher.backend.capabilities
-        own_scale = capabilities.scale is Scale.DEFAULT
-        problem = build(cell, replicate, default_scale=own_scale, causal_rule=capabilities.causal)
+        problem = conventions.problem_for(cell, replicate, capabilities)
         support = launcher.support(problem.spec)
         lost = conventions.converted(problem, capabilities)
         sheet.record = _with(sheet.record, status=str(support), converted=lost)
@@ -108,7 +106,7 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
 def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet) -> Record:
     if support.status == "refused":
         return _judge_refusal(launcher, problem, support, sheet)
-    made = copies(problem, _numerics(launcher, problem))
+    made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
     sheet.probes.update(_told(made))
     finding = _finding(launcher, made, sheet)
     if finding is not None:
@@ -132,11 +130,6 @@ def _judge_refusal(launcher: Launcher, problem: Problem, support: Support, sheet
         sheet.gates[Gate.CONTRACT] = "pass"
         return sheet.close(Verdict.REFUSED, support.reason)
     raise ContractBroken(f"support declared {support}, but run returned numbers", "support")
-
-
-def _numerics(launcher: Launcher, problem: Problem) -> Numerics:
-    numerics = launcher.backend.capabilities.numerics_of(problem.spec.dtype)
-    return replace(numerics, splits=numerics.splits or problem.hints.num_splits > 1)
 
 
 def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding | None:

@@ -51,15 +51,13 @@ class Observed:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What must not matter: the byte that the workspace is filled with, or the 32-bit words repeated in it, how far
-    the stale page-table columns are turned, and what stands between the pages of a strided cache, one value or
-    several in turn.
+    """What must not matter: how far the stale page-table columns are turned, what stands between the pages of a strided
+    cache, one value or several in turn, and the 32-bit words repeated in the workspace.
     """
 
-    workspace_byte: int = 0xFF
     stale_shift: int = 0
     filler: float | tuple[float, ...] = STALE_VALUE
-    workspace_words: tuple[int, ...] = ()
+    workspace_words: tuple[int, ...] = (0xFFFFFFFF,)
 
 
 CLEAN = Surroundings()
@@ -214,14 +212,11 @@ class _Launch:
 
     def _fill(self, workspace: torch.Tensor) -> None:
         """The junk that a workspace starts with, or the zeros that the backend demands."""
-        words = self.surroundings.workspace_words
         if self.backend.capabilities.workspace_zeroed:
             workspace.fill_(0)
-        elif words:
-            junk = np.resize(np.array(words, "<u4").view(np.uint8), len(workspace))
-            workspace.copy_(torch.from_numpy(junk))
         else:
-            workspace.fill_(self.surroundings.workspace_byte)
+            words = np.array(self.surroundings.workspace_words, "<u4").view(np.uint8)
+            workspace.copy_(torch.from_numpy(np.resize(words, len(workspace))))
 
     def _observe(self, outputs: Outputs) -> Observed:
         spec = self.problem.spec

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates
 from sacts.reference.forward import Inputs
 from sacts.reference.paging import PagedCache
-from sacts.reference.spec import Hints
+from sacts.reference.spec import AttentionSpec, Dropout, Hints
 
 from .build import Problem
 from .launch import Observed
@@ -67,6 +67,8 @@ def chosen(problem: Problem, inputs: Inputs, requests: Sequence[int]) -> Variant
             seq_lens=tuple(spec.seq_lens[n] for n in order),
             qo_lens=tuple(spec.qo_lens[n] for n in order),
             query_positions=tuple(spec.query_positions[t] for t in tokens) if spec.query_positions else (),
+            query_ordinals=tuple(spec.query_ordinals[r] for r in rows) if spec.query_ordinals else (),
+            dropout=_same_draws(spec, order),
         ),
         table=replace(
             problem.table, table=problem.table.table[order], owned=tuple(problem.table.owned[n] for n in order)
@@ -79,6 +81,14 @@ def chosen(problem: Problem, inputs: Inputs, requests: Sequence[int]) -> Variant
     return Variant(
         f"requests {names} in this order", smaller, inputs._replace(q=inputs.q[tokens]), problem.hints, tokens
     )
+
+
+def _same_draws(spec: AttentionSpec, requests: Sequence[int]) -> Dropout | None:
+    """Each request keeps the uid that its dropout is drawn for."""
+    if spec.dropout is None:
+        return None
+    uids = spec.dropout.request_uids or tuple(range(spec.num_requests))
+    return replace(spec.dropout, request_uids=tuple(uids[n] for n in requests))
 
 
 def _rows(indptr: Ints, rows: Ints, *values: Ints) -> tuple[Ints, ...]:

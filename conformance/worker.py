@@ -16,14 +16,16 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from sacts.reports.records import Record, Verdict
 
 if TYPE_CHECKING:
-    from .child import Describe, Described, Measure, Measured, Order
+    from .child import Describe, Described, Locate, Located, Measure, Measured, Order
+
+Reply = TypeVar("Reply")
 
 GRACE = 5.0  # seconds between the child's own alarm, which leaves a traceback, and the kill
 SUITE_LIMIT = 300.0  # seconds for the suite's own work between launches
@@ -58,49 +60,55 @@ class Worker:
 
     def judge(self, cell: str, replicate: int = 0, declare: Mapping[str, str] | None = None) -> Record:
         """The record of one cell, whatever the backend does; `declare`: conventions to declare otherwise."""
-        from .child import Judged, Order, Started
+        from .child import Judged, Order
 
-        self._send(Order(cell, replicate, dict(declare or {})))
-        launch, limit = 0, SUITE_LIMIT
-        while True:
-            line = self._read(limit + GRACE)
-            if line is None or not line:
-                return self._lost(cell, replicate, launch, limit, timed_out=line is None)
-            message = msgspec.json.decode(line, type=Started | Judged)
-            if isinstance(message, Started):
-                launch, limit = message.launch, message.limit
-                continue
-            if message.last:
-                self.close()
-            return message.record
+        answer = self._ask(Order(cell, replicate, dict(declare or {})), Judged)
+        if isinstance(answer, Record):
+            return answer
+        if answer.last:
+            self.close()
+        return answer.record
 
     def describe(self) -> Described:
         """What the adapter declares."""
         from .child import Describe, Described
 
-        self._send(Describe())
-        line = self._read(SUITE_LIMIT)
-        if not line:
-            error = self._lost("", 0, 0, SUITE_LIMIT, timed_out=line is None).sentence
-            return Described(error=error)
-        return msgspec.json.decode(line, type=Described)
+        answer = self._ask(Describe(), Described)
+        return Described(error=answer.sentence) if isinstance(answer, Record) else answer
 
     def measure(self, cell: str, replicate: int = 0, repeats: int = 0) -> Measured:
         """How far results of one cell vary in this process; `repeats` 0: only a digest of each output."""
-        from .child import Measure, Measured, Started
+        from .child import Measure, Measured
 
-        self._send(Measure(cell, replicate, repeats))
+        answer = self._ask(Measure(cell, replicate, repeats), Measured)
+        return Measured(error=answer.sentence) if isinstance(answer, Record) else answer
+
+    def locate(self, cell: str, replicate: int, budget: int) -> Located:
+        """Where the backend is wrong in one cell, with at most `budget` launches beyond the first two."""
+        from .child import Locate, Located
+
+        answer = self._ask(Locate(cell, replicate, budget), Located)
+        return Located(error=answer.sentence) if isinstance(answer, Record) else answer
+
+    def _ask(self, order: Order | Describe | Measure | Locate, reply: type[Reply]) -> Reply | Record:
+        """The child's answer, or the record of its loss."""
+        from .child import Message, Started
+
+        cell, replicate = getattr(order, "cell", ""), getattr(order, "replicate", 0)
+        self._send(order)
         launch, limit = 0, SUITE_LIMIT
         while True:
             line = self._read(limit + GRACE)
             if not line:
-                return Measured(error=self._lost(cell, replicate, launch, limit, timed_out=line is None).sentence)
-            message = msgspec.json.decode(line, type=Started | Measured)
-            if isinstance(message, Measured):
-                return message
-            launch, limit = message.launch, message.limit
+                return self._lost(cell, replicate, launch, limit, timed_out=line is None)
+            message = msgspec.json.decode(line, type=Message)
+            if isinstance(message, Started):
+                launch, limit = message.launch, message.limit
+                continue
+            assert isinstance(message, reply)
+            return message
 
-    def _send(self, order: Order | Describe | Measure) -> None:
+    def _send(self, order: Order | Describe | Measure | Locate) -> None:
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None

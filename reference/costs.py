@@ -108,9 +108,6 @@ def partial_bytes(
     return Partials(states * head_dim_vo * item, states * 2 * item)
 
 
-Granularity = ScaleGranularity
-
-
 def scale_bytes(
     granularity: ScaleGranularity, *, pages: int, page_size: int, heads: int, head_dim: int, item: float = 2
 ) -> float:

@@ -67,7 +67,7 @@ def _logit_error(spec: AttentionSpec, group: Group) -> tuple[Array, Array]:
     error = (d + 8) * U * products + TINY * d
     size = products
     if spec.rope:
-        turn = _angle_error(spec.rope)
+        turn = angle_error(spec.rope)
         farthest = np.abs(group.key_position).max(axis=-1, initial=0)[:, None] + np.abs(group.query_position)
         error = error + products * (turn * farthest + 4 * (LIBM + 4) * U)[..., None]
     if spec.logits_soft_cap:
@@ -79,7 +79,7 @@ def _logit_error(spec: AttentionSpec, group: Group) -> tuple[Array, Array]:
     return error, size
 
 
-def _angle_error(rope: RoPE) -> float:
+def angle_error(rope: RoPE) -> float:
     """Error of the worst angle per unit of position; pair 0 turns by the position itself, without error."""
     exponent = 2 * np.arange(rope.rotary_dim // 2) / rope.rotary_dim
     relative = np.where(exponent > 0, exponent * np.log(rope.base) + LIBM + 2, 0.0) * U

@@ -22,7 +22,7 @@ from .forward import evaluate, kept
 from .gradients import Gradients, backward
 from .groups import Group, Inputs, groups
 from .key_gradients import KeyGradient, KeySums, key_sums
-from .logit_bounds import U32, gamma, logit_error, operand_error, reconstruction, rounding
+from .logit_bounds import U32, angle_errors, gamma, logit_error, operand_error, pair_norms, reconstruction, rounding
 from .numerics import Numerics
 from .paging import PageTable, scatter
 from .spec import AttentionSpec, DType, EpilogueKind, RoPE
@@ -302,25 +302,19 @@ def _turn_errors(rope: RoPE, group: Group, numerics: Numerics, d_z: Array, opera
     """How far the pairs of a gradient may be off since angles are: of d_q [b, r, g, pairs] by the keys, or (of_key) of
     d_k [b, S, pairs] by the queries. As for a logit, a wrong frequency counts by the distance only.
     """
-    first, second = scores.pairs(rope)
-    norm, frequency = np.hypot(operand[..., first], operand[..., second]), scores.frequencies(rope)
-    wrong = numerics.u_freq * frequency
-    wrong[0] = 0.0
-    key, query = group.key_position[:, None, None], group.query_position[..., None, None]
-    sine = 2 * (2 * numerics.u_sin + 3 * U32)
-    farthest = np.abs(key) + np.abs(query)
+    norm, wrong = pair_norms(rope, operand), angle_errors(rope, group, numerics)
     total = np.zeros(())
     for weights, by_pair in (
-        (d_z * np.abs(query - key), wrong),
-        (d_z * farthest, numerics.u_angle * frequency),
-        (sine * d_z, np.ones_like(frequency)),
+        (d_z * wrong.distance, wrong.frequency),
+        (d_z * wrong.farthest, wrong.rounding),
+        (2 * wrong.sine * d_z, np.ones_like(wrong.frequency)),
     ):
         if of_key:
             b, _, _, n = d_z.shape
             total = total + (weights.reshape(b, -1, n).swapaxes(1, 2) @ norm.reshape(b, -1, norm.shape[-1])) * by_pair
         else:
             total = total + (weights @ norm[:, None]) * by_pair
-    return total * (1 + (numerics.u_freq + numerics.u_angle) * float(farthest.max(initial=0)) + sine)
+    return total * (1 + float(wrong.second_order.max(initial=0.0)))
 
 
 def _accumulation(terms: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import scores
-from .estimates import LIBM, LOST, SLACK, TINY, U, _angle_error, estimate
+from .estimates import LIBM, LOST, SLACK, TINY, U, angle_error, estimate
 from .groups import Group
 from .keys import largest
 from .spec import AttentionSpec, RoPE
@@ -127,7 +127,7 @@ def _turns(spec: AttentionSpec, group: Group) -> Array:
     if spec.rope is None:
         return np.zeros(1)
     farthest = np.abs(group.key_position).max(axis=-1, initial=0)[:, None] + np.abs(group.query_position)
-    turns: Array = 2 * _angle_error(spec.rope) * farthest + 8 * (LIBM + 4) * U
+    turns: Array = 2 * angle_error(spec.rope) * farthest + 8 * (LIBM + 4) * U
     return turns[..., None]
 
 

@@ -102,21 +102,44 @@ def _turn_error(rope: RoPE, scale: float, group: Group, numerics: Numerics) -> A
 
     A wrong frequency turns q and K alike: only their distance counts. The rounding of position * frequency does not.
     """
+    wrong = angle_errors(rope, group, numerics)
+    norm_q, norm_k = pair_norms(rope, group.q), pair_norms(rope, group.k)
+    error: Array = (
+        scores.logits(norm_q * wrong.frequency, norm_k, scale) * wrong.distance
+        + scores.logits(norm_q * wrong.rounding, norm_k, scale) * wrong.farthest
+        + 2 * wrong.sine * scores.logits(norm_q, norm_k, scale)
+    )
+    return error * (1 + wrong.second_order)
+
+
+class AngleErrors(NamedTuple):
+    """Of the angles of RoPE: per unit of distance by a wrong frequency, per unit of position by rounding [pairs];
+    `sine`: of a turned vector of norm 1 by sine, cosine and products; distance, farthest, second_order [b, r, 1, S].
+    """
+
+    frequency: Array
+    rounding: Array
+    sine: float
+    distance: Array
+    farthest: Array
+    second_order: Array
+
+
+def angle_errors(rope: RoPE, group: Group, numerics: Numerics) -> AngleErrors:
+    """What turning adds to the errors of a logit or a gradient: docs/bounds.md section 4."""
     frequency = scores.frequencies(rope)
     wrong = numerics.u_freq * frequency
     wrong[0] = 0.0  # base^0 is 1 in any arithmetic
-    first, second = scores.pairs(rope)
-    norm_q, norm_k = (np.hypot(x[..., first], x[..., second]) for x in (group.q, group.k))
     key, query = group.key_position[:, None, None], group.query_position[..., None, None]
-    sine = 2 * numerics.u_sin + 3 * U32
-    farthest = np.abs(key) + np.abs(query)
-    error: Array = (
-        scores.logits(norm_q * wrong, norm_k, scale) * np.abs(query - key)
-        + scores.logits(norm_q * (numerics.u_angle * frequency), norm_k, scale) * farthest
-        + 2 * sine * scores.logits(norm_q, norm_k, scale)
-    )
+    sine, farthest = 2 * numerics.u_sin + 3 * U32, np.abs(key) + np.abs(query)
     second_order = (numerics.u_freq + numerics.u_angle) * farthest + sine
-    return error * (1 + second_order)
+    return AngleErrors(wrong, numerics.u_angle * frequency, sine, np.abs(query - key), farthest, second_order)
+
+
+def pair_norms(rope: RoPE, x: Array) -> Array:
+    """Norm of each pair of channels that turn together: x [..., d] -> [..., pairs]."""
+    first, second = scores.pairs(rope)
+    return np.hypot(x[..., first], x[..., second])
 
 
 def _capped(cap: float, error: Array, z: Array, numerics: Numerics) -> tuple[Array, Array]:

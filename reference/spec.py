@@ -1,4 +1,7 @@
-"""The types of a problem: what a backend must not change (`AttentionSpec`) and what it may ignore (`Hints`)."""
+"""The types of a problem: what a backend must not change (`AttentionSpec`) and what it may ignore (`Hints`).
+
+In one module, however long, because adapters and the matrix may import this one alone.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from sacts.reference.forward import Forward, Inputs, forward
 from sacts.reference.layouts import eta_blk, from_fixed
 from sacts.reference.paging import PagedCache, PageTable, Strides, address
 from sacts.reference.softmax import State, finish, merge, merge_all, tile_state
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, Hints, ScaleGranularity
 from sacts.reference.tasks import task_indptr, to_tasks
 from sacts.reference.tiers import smallest_tier, to_tiers
 
@@ -464,5 +464,5 @@ def test_28_the_prefix_sum_of_the_task_counts_numbers_the_tasks() -> None:
 
 
 def test_29_scales_per_page_and_channel_add_an_eighth() -> None:
-    scales = costs.scale_bytes(costs.Granularity.PAGE_CHANNEL, pages=264, page_size=16, heads=8, head_dim=128)
+    scales = costs.scale_bytes(ScaleGranularity.PAGE_CHANNEL, pages=264, page_size=16, heads=8, head_dim=128)
     assert scales / costs.kv_bytes(264 * 16 * 8, 128, 0, k_item=1) == 0.125

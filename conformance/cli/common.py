@@ -16,7 +16,9 @@ from sacts.matrices.cell import Cell, CellError, parse
 from sacts.reports import records
 
 from .. import loading
+from ..worker import Limits
 
+PATIENT = Limits(launch=120.0, first=300.0)  # where the suite works for long between launches
 WIDE = 240  # columns where no terminal says otherwise
 out = Console(soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
 err = Console(stderr=True, soft_wrap=True)

@@ -29,7 +29,7 @@ def detect(
     The faults strike a modelled kernel on the CPU, on Gaussian and on flat inputs (two numbers in %); the last column
     names the witness probe that sees it best. A Markdown table goes to the output.
 
-    [bold]sacts detect --trials 30 > docs/detection-table.md[/]  the whole table, about 40 minutes
+    [bold]sacts detect --trials 30[/]  the table of docs/detection.md
 
     [bold]sacts detect "drop one" --cell decode/bf16/kv:505/dim:128/pattern:all[/]  one row of it
     """

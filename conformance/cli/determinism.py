@@ -14,7 +14,7 @@ from sacts.reports import records
 
 from ..determinism import Measurement, across_processes
 from ..worker import Worker
-from .common import AsJson, Device, adapter_names, check_device, err, out, usage
+from .common import PATIENT, AsJson, Device, adapter_names, check_device, err, out, usage
 
 DEFAULT_CELLS = ("decode/bf16/kv:700+9+33/heads:8-2/splits:4", "prefill/fp16/kv:70+20/q:5+3/causal:bottom_right")
 PROCESSES = 3
@@ -44,11 +44,11 @@ def determinism(
             parse(cell)
         except CellError as error:
             usage(error)
-        with Worker(adapter, device) as worker:
+        with Worker(adapter, device, PATIENT) as worker:
             measured = worker.measure(cell, repeats=repeats)
         processes = []
         for _ in range(PROCESSES):
-            with Worker(adapter, device) as worker:
+            with Worker(adapter, device, PATIENT) as worker:
                 processes.append(worker.measure(cell))
         for part in (measured, *processes):
             if part.error:

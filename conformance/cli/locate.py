@@ -10,7 +10,7 @@ from rich.text import Text
 
 from sacts.reports import records
 
-from .common import AsJson, Device, adapter_names, cell_of, check_adapters, check_device, out, usage
+from .common import PATIENT, AsJson, Device, adapter_names, cell_of, check_adapters, check_device, out, usage
 
 
 def locate(
@@ -32,7 +32,7 @@ def locate(
 
     [bold]sacts locate decode/fp16/kv:90+50/pattern:duplicates -a my_kernel.py[/]
     """
-    from ..localise.child import ask
+    from ..worker import Worker
 
     name, _, replicate = cell.partition("/replicate:")
     if not (replicate or "0").isdecimal():
@@ -40,17 +40,18 @@ def locate(
     parsed = cell_of(name)
     check_adapters([adapter])
     check_device(device)
-    answer = ask(adapter, device, parsed, int(replicate or 0), budget)
+    with Worker(adapter, device, PATIENT) as worker:
+        answer = worker.locate(parsed.id, int(replicate or 0), budget)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
-    elif answer.problem:
-        out.print(Text(answer.problem, "bold red"))
+    elif answer.error:
+        out.print(Text(answer.error, "bold red"))
     elif answer.finding is None:
         fine = "the count and the random family lie within their bounds, and poison changes no bit"
         out.print(Text(f"nothing is wrong: {fine}", "green"))
     else:
         out.print(Text(f"[{answer.finding.gate}] {answer.finding.sentence}"))
         out.print(f"{answer.launches} launches beyond the two that showed the failure", highlight=False)
-    if answer.problem:
+    if answer.error:
         raise typer.Exit(records.EXIT_INCOMPLETE)
     raise typer.Exit(records.EXIT_FAILURES if answer.finding else records.EXIT_ACCEPTED)

@@ -88,14 +88,3 @@ def judge_out(spec: AttentionSpec, expected: Expected, observed: Observed) -> Fi
         f"{expected.out_hi[at]:.7g} ({wrong} of {use.size} elements are outside)"
     )
     return Finding(Gate.OUT, place, sentence, use=float(use[at]))
-
-
-def could_have_failed(expected: Expected) -> bool:
-    """Whether a result of zeros would be rejected, or no row has an edge (then exact zeros are demanded of a poisoned
-    buffer).
-    """
-    rows = expected.edges > 0
-    if not rows.any():
-        return True
-    zero_fails = ((expected.out_lo > 0) | (expected.out_hi < 0)).any(axis=-1)
-    return bool((rows & zero_fails & expected.trusted).any())

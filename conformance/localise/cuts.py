@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from sacts.reference.candidates import CandidateLists, lists_of, rows_of, validate
-from sacts.reference.paging import PageTable
+from sacts.reference.candidates import lists_of, rows_of, validate
 
 from ..adapter import PADDING
 from ..build import Problem
+from ..relations import chosen
 from .launches import Family
 
 Bools = NDArray[np.bool_]
@@ -44,35 +44,5 @@ def tile_range(family: Family, first: int, last: int) -> Family:
 
 def some_requests(family: Family, requests: Sequence[int]) -> Family:
     """Only these requests, in this order; the pages of the others hold their data but belong to nobody."""
-    problem, spec = family.problem, family.problem.spec
-    tokens = [np.arange(spec.qo_indptr[n], spec.qo_indptr[n + 1]) for n in requests]
-    token = np.concatenate([np.zeros(0, np.int64), *tokens])
-    row = (token[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)).ravel()
-    dropout = spec.dropout
-    if dropout:
-        uids = dropout.request_uids or tuple(range(spec.num_requests))
-        dropout = replace(dropout, request_uids=tuple(uids[n] for n in requests))
-    smaller = replace(
-        spec,
-        seq_lens=tuple(spec.seq_lens[n] for n in requests),
-        qo_lens=tuple(spec.qo_lens[n] for n in requests),
-        query_positions=tuple(spec.query_positions[i] for i in token) if spec.query_positions else (),
-        query_ordinals=tuple(spec.query_ordinals[i] for i in row) if spec.query_ordinals else (),
-        dropout=dropout,
-    )
-    old = problem.table
-    table = PageTable(old.table[list(requests)], old.page_size, old.num_pages, tuple(old.owned[n] for n in requests))
-    starts = problem.raw.indptr
-    lists = [problem.raw.indices[starts[r] : starts[r + 1]] for r in row]
-    raw = CandidateLists(np.cumsum([0, *map(len, lists)]), np.concatenate([np.zeros(0, np.int64), *lists]))
-    renumbered = np.full(spec.num_requests + 1, -1, np.int64)  # the last stands for -1
-    renumbered[list(requests)] = np.arange(len(requests))
-    cut = replace(
-        problem,
-        spec=smaller,
-        table=table,
-        raw=raw,
-        candidates=validate(smaller, raw, table, sentinels=(PADDING,)),
-        slot_request=renumbered[problem.slot_request],
-    )
-    return replace(family, problem=cut, inputs=family.inputs._replace(q=family.inputs.q[token]))
+    variant = chosen(family.problem, family.inputs, requests)
+    return replace(family, problem=variant.problem, inputs=variant.inputs)

@@ -70,8 +70,7 @@ class Seen:
 def reference(launcher: Launcher, family: Family) -> Expected:
     """What a launch of this family must give, by the backend's numerics contract."""
     problem = family.problem
-    numerics = launcher.backend.capabilities.numerics_of(problem.spec.dtype)
-    numerics = replace(numerics, splits=numerics.splits or family.hints.num_splits > 1)
+    numerics = launcher.backend.numerics(problem.spec.dtype, family.hints)
     return expected(problem.spec, family.inputs, problem.table, problem.candidates, numerics, family.exactness)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Outputs, Support
@@ -13,7 +14,7 @@ from .rows import by_token, rows_of
 
 
 class Adapter:
-    """Judged like any other; `arithmetic` decides what it rounds, the hint how often it splits."""
+    """Judged like any other; `arithmetic` decides what it rounds; a row is split as often as it or the hint says."""
 
     name = "emulation"
 
@@ -29,7 +30,9 @@ class Adapter:
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
         """Forward of all rows at once."""
-        out, lse = forward(case.spec, rows_of(case), self.arithmetic[case.spec.dtype])
+        arithmetic = self.arithmetic[case.spec.dtype]
+        arithmetic = replace(arithmetic, splits=max(arithmetic.splits, case.hints.num_splits))
+        out, lse = forward(case.spec, rows_of(case), arithmetic)
         case.out.copy_(by_token(case.spec, out))
         case.lse.copy_(by_token(case.spec, lse))
         return Outputs(case.out, case.lse, path=str(NATIVE))
