@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from dense_rows import bucket_of, kept, row_of, turned
 from numpy.typing import NDArray
 
 from sacts.reference import groups as reference_groups
@@ -207,73 +207,6 @@ def lists_of(spec: AttentionSpec, random: np.random.Generator, density: float) -
     return lists
 
 
-class Edge(NamedTuple):
-    """One key of a row: position t, multiplicity, and where position-dependent terms see key and query."""
-
-    t: int
-    copies: int
-    key: int
-    query: int
-
-
-def position_of(spec: AttentionSpec, token: int) -> int:
-    request = spec.token_request[token]
-    i = token - spec.qo_indptr[request]
-    if spec.query_positions:
-        return spec.query_positions[token]
-    return i if spec.causal is CausalRule.TOP_LEFT else spec.seq_lens[request] - spec.qo_lens[request] + i
-
-
-def row_of(problem: Problem, token: int, kv_head: int) -> list[Edge]:
-    """The edges of one row after all masks and the empty-row rule."""
-    spec = problem.spec
-    seq_len, position = spec.seq_lens[spec.token_request[token]], position_of(spec, token)
-    counts = Counter(problem.lists[token * spec.num_kv_heads + kv_head])
-    size, sequence = spec.block_size, spec.candidate_kind is CandidateKind.SEQUENCE
-    listed = [t for entry in counts for t in range(entry * size, min((entry + 1) * size, seq_len))]
-    found = []
-    for r, t in enumerate(listed):
-        copies = counts[t // size] if spec.candidate_kind is CandidateKind.MULTISET else 1
-        query = len(listed) - (listed[-1] == position) if sequence else position
-        hidden = spec.causal is not CausalRule.NONE and t > position
-        if not hidden and not 0 <= spec.window_left < position - t:
-            found.append(Edge(t, copies, r if sequence else t, query))
-    if found or spec.empty_row is EmptyRowRule.ZERO:
-        return found
-    t = position if spec.empty_row is EmptyRowRule.FORCE_SELF else 0
-    return [Edge(t, 1, 0, int(t != position)) if sequence else Edge(t, 1, t, position)]
-
-
-def turned(x: Tensor, position: int, rope: RoPE) -> Tensor:
-    """RoPE of x [..., d] by complex multiplication."""
-    n, lead = rope.rotary_dim, x.shape[:-1]
-    interleaved = rope.layout is RopeLayout.INTERLEAVED
-    pairs = x[..., :n].reshape(*lead, -1, 2) if interleaved else x[..., :n].reshape(*lead, 2, -1).transpose(-1, -2)
-    angle = torch.tensor([position / rope.base ** (2 * i / n) for i in range(n // 2)], dtype=torch.float64)
-    spun = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
-    pairs = torch.view_as_real(spun)
-    return torch.cat(((pairs if interleaved else pairs.transpose(-1, -2)).reshape(*lead, n), x[..., n:]), -1)
-
-
-def kept(spec: AttentionSpec, token: int, head: int, edge: Edge) -> float:
-    """The factor of dropout, from Philox on Python integers."""
-    if spec.dropout is None:
-        return 1.0
-    c = [edge.key, position_of(spec, token) % 2**32, head, spec.dropout.request_uids[spec.token_request[token]]]
-    key = [spec.dropout.seed % 2**32, spec.dropout.seed >> 32]
-    for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b // 2**32 ^ c[1] ^ key[0], b % 2**32, a // 2**32 ^ c[3] ^ key[1], a % 2**32]
-        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
-    return (c[0] >= int(spec.dropout.p * 2**32)) / (1 - spec.dropout.p)
-
-
-def bucket_of(buckets: RelativeBuckets, distance: int) -> int:
-    behind = buckets.bidirectional and distance < 0
-    size = abs(distance) if buckets.bidirectional else max(distance, 0)
-    return max(b for b, least in enumerate(buckets.first) if size >= least) + len(buckets.first) * behind
-
-
 class Leaves(NamedTuple):
     """What autograd differentiates by; k and v: the pages, and what each request reads from them."""
 
@@ -311,7 +244,7 @@ def row(problem: Problem, leaves: Leaves, token: int, head: int) -> tuple[Tensor
     """out before the epilogue and lse of one row (None: minus infinity)."""
     spec, kv_head = problem.spec, head // problem.spec.group_size
     request, logits, values = spec.token_request[token], [], []
-    for edge in row_of(problem, token, kv_head):
+    for edge in row_of(problem.spec, problem.lists, token, kv_head):
         q, k = leaves.q[token, head], leaves.k_read[request][edge.t, kv_head]
         if spec.rope:
             q, k = turned(q, edge.query, spec.rope), turned(k, edge.key, spec.rope)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, product
-from typing import NamedTuple
 
 import mpmath
 import numpy as np
 import pytest
 import torch
+from dense_rows import Edge, bucket_of, kept, row_of, turned
 
 from sacts.reference import groups as reference_groups
 from sacts.reference import keys
@@ -92,67 +91,9 @@ def problem_of(spec: AttentionSpec, seed: int, density: float = 0.5, scale: floa
     return Problem(spec, PageTable(table, spec.page_size, 3 * sum(counts) + 2, tuple(owned)), inputs, lists)
 
 
-class Edge(NamedTuple):
-    """One key of a row: position t, multiplicity, and where position-dependent terms see key and query."""
-
-    t: int
-    copies: int
-    key: int
-    query: int
-
-
-def position_of(spec: AttentionSpec, token: int) -> int:
-    request = spec.token_request[token]
-    i = token - spec.qo_indptr[request]
-    if spec.query_positions:
-        return spec.query_positions[token]
-    return i if spec.causal is CausalRule.TOP_LEFT else spec.seq_lens[request] - spec.qo_lens[request] + i
-
-
-def row_of(problem: Problem, token: int, kv_head: int) -> list[Edge]:
-    """The edges of one row after all masks and the empty-row rule."""
-    spec = problem.spec
-    seq_len, position = spec.seq_lens[spec.token_request[token]], position_of(spec, token)
-    row = token * spec.num_kv_heads + kv_head
-    counts = Counter(problem.lists[row])
-    sequence = spec.candidate_kind is CandidateKind.SEQUENCE
-    listed = [
-        t
-        for entry in counts  # in the order of their first occurrence
-        for t in range(entry * spec.block_size, min((entry + 1) * spec.block_size, seq_len))
-    ]
-
-    def edge(t: int, ordinal: int, k: int, last: int) -> Edge:
-        if not sequence:
-            copies = counts[t // spec.block_size] if spec.candidate_kind is CandidateKind.MULTISET else 1
-            return Edge(t, max(copies, 1), t, position)
-        query = spec.query_ordinals[row] if spec.query_ordinals else (k - 1 if last == position else k)
-        return Edge(t, 1, ordinal, query)
-
-    edges = [edge(t, r, len(listed), listed[-1]) for r, t in enumerate(listed)]
-    causal = spec.causal is not CausalRule.NONE
-    edges = [e for e in edges if not (causal and e.t > position) and not (0 <= spec.window_left < position - e.t)]
-    if not edges and spec.empty_row is EmptyRowRule.FORCE_SELF:
-        return [edge(position, 0, 1, position)]
-    if not edges and spec.empty_row is EmptyRowRule.FORCE_SINK_TOKEN:
-        return [edge(0, 0, 1, 0)]
-    return edges
-
-
 def edges_of(problem: Problem, token: int, kv_head: int) -> dict[int, int]:
     """t -> multiplicity of one row."""
-    return {edge.t: edge.copies for edge in row_of(problem, token, kv_head)}
-
-
-def turned(x: torch.Tensor, position: int, rope: RoPE) -> torch.Tensor:
-    """RoPE by complex multiplication."""
-    n = rope.rotary_dim
-    head, tail = x[:n], x[n:]
-    pairs = head.reshape(-1, 2) if rope.layout is RopeLayout.INTERLEAVED else head.reshape(2, -1).T
-    angle = torch.tensor([position / rope.base ** (2 * i / n) for i in range(n // 2)], dtype=torch.float64)
-    spun = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
-    pairs = torch.view_as_real(spun)
-    return torch.cat(((pairs if rope.layout is RopeLayout.INTERLEAVED else pairs.T).reshape(-1), tail))
+    return {edge.t: edge.copies for edge in row_of(problem.spec, problem.lists, token, kv_head)}
 
 
 def bias_of(spec: AttentionSpec, head: int, edge: Edge) -> float:
@@ -160,27 +101,8 @@ def bias_of(spec: AttentionSpec, head: int, edge: Edge) -> float:
     if spec.alibi_slopes:
         total -= spec.alibi_slopes[head] * abs(distance)
     if spec.buckets:
-        first = spec.buckets.first
-        behind = spec.buckets.bidirectional and distance < 0
-        size = abs(distance) if spec.buckets.bidirectional else max(distance, 0)
-        bucket = max(b for b, least in enumerate(first) if size >= least)
-        total += spec.buckets.bias[head][bucket + (len(first) if behind else 0)]
+        total += spec.buckets.bias[head][bucket_of(spec.buckets, distance)]
     return total
-
-
-def kept(spec: AttentionSpec, token: int, head: int, edge: Edge) -> float:
-    """The factor of dropout, from Philox on Python integers."""
-    if spec.dropout is None:
-        return 1.0
-    request = spec.token_request[token]
-    uid = spec.dropout.request_uids[request] if spec.dropout.request_uids else request
-    c = [edge.key, position_of(spec, token) % 2**32, head, uid]
-    key = [spec.dropout.seed % 2**32, spec.dropout.seed >> 32]
-    for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b // 2**32 ^ c[1] ^ key[0], b % 2**32, a // 2**32 ^ c[3] ^ key[1], a % 2**32]
-        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
-    return (c[0] >= int(spec.dropout.p * 2**32)) / (1 - spec.dropout.p)
 
 
 def naive(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,7 +114,7 @@ def naive(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         slots = [problem.slot(request, t) for t in range(spec.seq_lens[request])]
         for head in range(spec.num_qo_heads):
             kv_head = head // spec.group_size
-            row = row_of(problem, token, kv_head)
+            row = row_of(problem.spec, problem.lists, token, kv_head)
             sink = [spec.sink_logits[head]] if spec.sink_logits else []
             if not row and not sink:
                 continue

@@ -23,15 +23,14 @@ from dense_gradients import (
     every_way,
     feasible,
     grad,
-    kept,
     leaves_of,
     lists_of,
     pairs_of,
     problem_of,
     row,
-    row_of,
     table_of,
 )
+from dense_rows import kept, row_of
 
 from sacts.reference.forward import Branch, Inputs, forward
 from sacts.reference.gradients import backward_branches
@@ -79,7 +78,7 @@ def test_a_row_without_an_edge_gives_its_d_lse_to_the_sink_and_nothing_to_anythi
     empty = [
         (token, head)
         for token, head in product(range(problem.spec.num_tokens), range(4))
-        if not row_of(problem, token, head // problem.spec.group_size)
+        if not row_of(problem.spec, problem.lists, token, head // problem.spec.group_size)
     ]
     assert empty
     leaves = differentiated(problem)
@@ -108,7 +107,7 @@ def test_positions_are_the_attended_keys_and_name_where_each_lies() -> None:
     attended = {
         (spec.token_request[token], kv_head, edge.t)
         for token, kv_head in product(range(spec.num_tokens), range(spec.num_kv_heads))
-        for edge in row_of(problem, token, kv_head)
+        for edge in row_of(problem.spec, problem.lists, token, kv_head)
     }
     request, kv_head, t, page, offset = found.d_k.positions
     assert list(zip(request.tolist(), kv_head.tolist(), t.tolist(), strict=True)) == sorted(attended)
@@ -252,7 +251,7 @@ def test_forward_and_backward_drop_the_same_edges_whatever_the_order_of_the_cand
     for _ in range(2):
         expected = np.zeros((3, 4, 11))
         for token, head in product(range(3), range(4)):
-            for edge in row_of(problem, token, head // 2):
+            for edge in row_of(problem.spec, problem.lists, token, head // 2):
                 expected[token, head, edge.t] = edge.copies * kept(spec, token, head, edge)
         by_forward, by_backward = masks_of(problem)
         np.testing.assert_allclose(by_forward, expected, rtol=1e-13, atol=0)
@@ -278,7 +277,7 @@ def test_a_row_out_of_range_marks_what_it_attends_and_nothing_else() -> None:
     for found in every_way(problem):
         assert np.isinf(found.d_q.error[1, 0]).all()
         assert np.isfinite(np.delete(found.d_q.error.reshape(20, 8), 4, axis=0)).all()
-        touched = {edge.t for edge in row_of(problem, 1, 0)}
+        touched = {edge.t for edge in row_of(problem.spec, problem.lists, 1, 0)}
         request, kv_head, t, *_ = found.d_k.positions
         expected = (request == 0) & (kv_head == 0) & np.isin(t, sorted(touched))
         assert 0 < expected.sum() < len(expected)
