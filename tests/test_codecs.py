@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sacts.reference import codecs, costs
+from sacts.reference import codecs
 from sacts.reference.codecs import decode, encode, error_bound, nearest, pack, scales_of, unpack
 from sacts.reference.formats import FORMATS, FP8_FORMATS, decode_table, round_to
 from sacts.reference.spec import Codec, CodecFormat, DType, NaNRule, OverflowRule, ScaleGranularity
@@ -622,8 +622,7 @@ def test_only_integers_have_a_code_range() -> None:
         _ = Codec(E5M2).code_range
 
 
-def test_the_granularities_of_costs_are_those_of_the_codecs() -> None:
-    assert costs.Granularity is ScaleGranularity
+def test_every_offset_of_a_code_is_below_the_largest_zero_point() -> None:
     assert codecs.MAX_OFFSET < codecs.MAX_ZERO
 
 
