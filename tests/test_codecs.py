@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from sacts.reference import codecs
 from sacts.reference.codecs import decode, encode, error_bound, nearest, pack, scales_of, unpack
 from sacts.reference.formats import FORMATS, FP8_FORMATS, decode_table, round_to
-from sacts.reference.spec import Codec, CodecFormat, DType, NaNRule, OverflowRule, ScaleGranularity
+from sacts.reference.spec import Codec, CodecFormat, DType, NaNRule, OverflowRule
 
 Array = NDArray[np.float64]
 INT8, INT4 = CodecFormat.INT8, CodecFormat.INT4
