@@ -213,7 +213,7 @@ def _allowance(
     trusted = rho < MAX_RHO
     rho = np.where(trusted, rho, 0.0)
     abs_sum = (w * factors) @ abs_v  # A
-    plain_sum = factors @ abs_v
+    plain_sum = (factors * group.counts[:, :, None]) @ abs_v
     abs_out = np.abs(rows.out)
     if exactness.one_key:
         wrong_weights = _one_key_error(group, rows, _Mass(w, factors, eta, mean_eta), top, lse, numerics)
@@ -225,7 +225,7 @@ def _allowance(
         + (a_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
         + ((sums + rescale) * (1 + u_p))[..., None] * abs_sum  # accumulation of P V
         + (sums + 4 * U32 + cast_l)[..., None] * abs_out  # denominator
-        + (u_part + v.u) * abs_sum
+        + (u_part + v.u + 2 * numerics.u_operand) * abs_sum
         + (v.a * (w * factors).sum(-1))[..., None]  # V reconstructed from codes
         + a_part  # split partials
         + FLUSH * (2 + plain_sum / np.minimum(l, 1.0)[..., None])

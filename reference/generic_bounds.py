@@ -149,7 +149,7 @@ def generic_rows(
             if not len(edge):
                 continue
             a = np.ones(len(edge)) if factors is None else factors[at][edge]
-            row = _Row(group.z[at][edge], a, group.v[b, edge], rows, at, int(tiles[b, r, 0]), group.counts[b, r].sum())
+            row = _Row(group.z[at][edge], a, group.v[b, edge], rows, at, int(tiles[b, r, 0]), group.counts[b, r, edge])
             token = int(group.rows[b, r]) // spec.num_kv_heads
             names = token, int(group.qo_heads[b, g]), group.t[b, edge]
             yield _bounded(spec, row, _Errors(*(x[at][edge] for x in errors)), names, numerics, lam)
@@ -186,7 +186,7 @@ def _errors(spec: AttentionSpec, group: Group, rows: Rows, numerics: Numerics) -
 
 
 class _Row(NamedTuple):
-    """s and a / (1 - p) [k], V [k, d] of one row, where it stands among `rows`, its tiles and terms of its sums."""
+    """s and a / (1 - p) [k], V [k, d] of one row, where it stands among `rows`, its tiles and its counts [k]."""
 
     s: Array
     a: Array
@@ -194,7 +194,7 @@ class _Row(NamedTuple):
     rows: Rows
     at: tuple[int, ...]
     tiles: int
-    terms: int
+    counts: Ints
 
 
 class _Ties(NamedTuple):
@@ -229,25 +229,26 @@ def _bounded(
     out, lse, l, top = row.rows.out[row.at], *(float(x[row.at]) for x in (row.rows.lse, *row.rows.state[1::-1]))
     p, part, ties = FORMATS[numerics.p], FORMATS[numerics.partial], _Ties.of(row.s, errors)
     weights, abs_v, abs_out = np.exp(row.s - lse), np.abs(row.v), np.abs(out)
-    mass, sums = weights * row.a, float(gamma(row.terms))
+    terms = int(row.counts.sum())  # of a kernel that visits repeats one by one
+    mass, sums = weights * row.a, float(gamma(terms))
     tied = float(ties.norm(weights * errors.independent))
     chi = np.sqrt(p.u**2 + errors.independent**2)
-    size, cast_size = mass @ abs_v, row.a @ abs_v  # A, and what P in subnormals loses
+    size, cast_size = mass @ abs_v, (row.a * row.counts) @ abs_v  # A, and what P in subnormals loses
     independent = np.minimum(
         p.u * size + (mass * errors.independent) @ abs_v,
         lam * (ties.norm((mass * chi)[:, None] * abs_v) + tied * abs_out),
     )
-    cast = min(p.u, lam * p.u * float(ties.norm(weights))) + p.a * row.terms / l if numerics.l_sums_cast_p else 0.0
+    cast = min(p.u, lam * p.u * float(ties.norm(weights))) + p.a * terms / l if numerics.l_sums_cast_p else 0.0
     partial_sums = np.minimum(size, abs_out + lam * np.sqrt(mass**2 @ row.v**2))
     v = reconstruction(spec.v_codec, numerics)
     u_part, a_part = (part.u, part.a) if numerics.splits else (0.0, 0.0)
-    rho = min(float(weights @ errors.full) + sums + (p.u + p.a * row.terms / l) * numerics.l_sums_cast_p, MAX_RHO)
+    rho = min(float(weights @ errors.full) + sums + (p.u + p.a * terms / l) * numerics.l_sums_cast_p, MAX_RHO)
     systematic = (
         (mass * errors.shared) @ abs_v
         + abs_out * float(weights @ errors.shared)
         + (0.7 * sums + row.tiles * U32) * (1 + p.u) * partial_sums
-        + (min(sums, lam * math.sqrt(row.terms) * 2 * U32) + 4 * U32 + cast) * abs_out
-        + (v.u + u_part) * size
+        + (min(sums, lam * math.sqrt(terms) * 2 * U32) + 4 * U32 + cast) * abs_out
+        + (v.u + u_part + 2 * numerics.u_operand) * size
         + a_part
         + v.a * mass.sum()
         + (p.a / l) * cast_size
@@ -255,7 +256,7 @@ def _bounded(
     ) / (1 - rho)
     own = row.rows.own_error
     log_systematic = float(weights @ errors.shared) + cast
-    log_independent = lam * tied + min(sums, lam * math.sqrt(row.terms) * U32)
+    log_independent = lam * tied + min(sums, lam * math.sqrt(terms) * U32)
     shrunk = 1 - min(log_systematic + log_independent, MAX_RHO)
     log_systematic = (
         log_systematic / shrunk + float(log_error(l, np.array(lse), np.array(top))) + float(own.lse[row.at])

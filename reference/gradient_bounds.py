@@ -22,7 +22,7 @@ from .forward import evaluate, kept
 from .gradients import Gradients, backward
 from .groups import Group, Inputs, groups
 from .key_gradients import KeyGradient, KeySums, key_sums
-from .logit_bounds import U32, angle_errors, gamma, logit_error, operand_error, pair_norms, reconstruction, rounding
+from .logit_bounds import U32, Rounding, angle_errors, gamma, logit_error, pair_norms, reconstruction, rounding
 from .numerics import Numerics
 from .paging import PageTable, scatter
 from .spec import AttentionSpec, DType, EpilogueKind, RoPE
@@ -140,20 +140,22 @@ class _Sums(NamedTuple):
 
 
 class _Edges(NamedTuple):
-    """By edge [b, r, g, S], 0 elsewhere: P, P a / (1 - p), the slope of the soft cap, |dZ|, eta, and X, the error of dZ
-    but for what is coherent over a row; by row [b, r, g]: error of D, error of the fed lse, factor of second order,
-    lse, D - d_lse.
+    """By edge [b, r, g, S], 0 elsewhere: P g (g the slope of the soft cap), P a / (1 - p), |dZ|, the relative error of
+    P, X (the error of dZ but for that of D), what rounding dZ to its format adds, how large a computed dZ may be, and
+    the visits of a kernel that visits repeats one by one; by row [b, r, g]: error of D, error of the fed lse, lse,
+    D - d_lse.
     """
 
-    p: Array
+    steep: Array
     dropped: Array
-    slope: Array
     d_z: Array
     eta: Array
     x: Array
+    rounded: Array
+    reach: Array
+    visits: Array
     d_error: Array
     lse_error: Array
-    second: Array
     lse: Array
     delta: Array
 
@@ -168,28 +170,37 @@ def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given)
     a = edge * (1.0 if factors is None else factors)
     d_p, size = a * scores.logits(d_out, group.v, 1.0), a * scores.logits(np.abs(d_out), np.abs(group.v), 1.0)
     delta = (p * d_p).sum(-1)
-    d_s = p * (d_p - (delta - d_lse)[..., None])
+    d_s = np.abs(p * (d_p - (delta - d_lse)[..., None]))
 
     error = np.where(edge, logit_error(spec, group, numerics), 0.0)
-    eta = edge * (
-        error + 4 * U32 * (np.abs(np.where(edge, group.z, 0.0)) + np.abs(lse)[..., None]) + numerics.u_exp + 4 * U32
-    )
-    terms = group.v.shape[-1]
-    v = reconstruction(spec.v_codec, numerics)
-    d_p_error = (gamma(terms) + 2 * U32 + v.u) * size + v.a * a * np.abs(d_out).sum(-1)[..., None]
-    d_error = (np.abs(d_out) * (out_error + gamma(terms) * np.abs(rows.out))).sum(-1)
+    largest = np.abs(np.where(edge, group.z, 0.0)) + np.abs(lse)[..., None]
+    eta = np.where(edge, _relative(error + 4 * U32 * (largest + 1) + numerics.u_exp + lse_error[..., None]), 0.0)
+    terms, v = group.v.shape[-1], reconstruction(spec.v_codec, numerics)
+    operands = (v.u + 2 * numerics.u_operand) * size + v.a * a * np.abs(d_out).sum(-1)[..., None]
+    d_p_error = operands + (gamma(terms) + 2 * U32) * (size + operands)
+    d_error = (np.abs(d_out) * (out_error + gamma(terms) * (np.abs(rows.out) + out_error))).sum(-1)
+
     added = np.abs(d_p) + (np.abs(delta) + np.abs(d_lse))[..., None]
-    x = np.abs(d_s) * eta + p * (1 + eta) * (d_p_error + 4 * U32 * added) + FLUSH * edge * (added + 1)
-    slope: Array = edge.astype(np.float64)
+    visits = np.broadcast_to(group.counts[:, :, None] * 1.0, p.shape)
+    x: Array = d_s * eta + p * (1 + eta) * (d_p_error + 4 * U32 * added) + FLUSH * visits * (added + 2)
+    of_delta = p * (1 + eta) * d_error[..., None]
+    slope: Array = edge * 1.0
     if spec.logits_soft_cap:
         z = scores.logits(group.q, group.k, spec.sm_scale)
         slope = edge * scores.soft_cap_slope(np.where(edge, z, 0.0), spec.logits_soft_cap)
         wrong = error / spec.logits_soft_cap  # of tanh, so of 1 - tanh^2 twice that
-        x = x * slope + np.abs(d_s) * (wrong * (2 + wrong) + 4 * U32)
-    u_p = FORMATS[numerics.p].u
-    second = 1 + eta.max(-1, initial=0.0) + 2 * u_p + lse_error
-    second = np.where(eta.max(-1, initial=0.0) + lse_error < MAX_ETA, second, np.inf)
-    return _Edges(p, p * a, slope, np.abs(d_s) * slope, eta, x, d_error, lse_error, second, lse, delta - d_lse)
+        x = x * slope + (d_s + x + of_delta) * (wrong * (2 + wrong) + 4 * U32)
+    cast, d_z = rounding(numerics.p), d_s * slope
+    computed = d_z + x + of_delta * slope
+    rounded = cast.u * computed + cast.a * visits
+    reach = computed + rounded
+    return _Edges(p * slope, p * a, d_z, eta, x, rounded, reach, visits, d_error, lse_error, lse, delta - d_lse)
+
+
+def _relative(eta: Array) -> Array:
+    """The relative error of e^x for an x wrong by eta; infinite where there is no bound."""
+    wrong: Array = np.where(eta < MAX_ETA, eta * (1 + eta), np.inf)
+    return wrong
 
 
 def _add(
@@ -214,28 +225,26 @@ def _sink_terms(
     """Of what each row adds to d_sink, P_s (d_lse - D): error, size, 1."""
     p = np.exp(sink - lse)
     size = p * np.abs(delta)
-    own = numerics.u_exp + U32 * (9 * np.abs(sink) + 8 * np.abs(lse) + 8) + lse_error
-    return np.array([size * own + p * d_error, size, np.ones_like(size)])
+    own = _relative(numerics.u_exp + U32 * (9 * np.abs(sink) + 8 * np.abs(lse) + 8) + lse_error)
+    return np.array([size * own + p * (1 + own) * d_error, size, np.ones_like(size)])
 
 
 def _query_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges) -> _QueryTerms:
-    """Of d_q [b, r, g, d_qk]."""
-    scale, cast, k = abs(spec.sm_scale), rounding(numerics.p), np.abs(group.k)[:, None]
-    edge = group.edge[:, :, None] * 1.0
-    steep, sizes = e.p * e.slope, scale * (e.d_z @ k)
-    coherent = np.abs(steep @ group.k[:, None]) + (steep * e.eta) @ k
-    error = (
-        scale * (e.x @ k + cast.a * (edge @ k) + e.d_error[..., None] * coherent)
-        + (cast.u + operand_error(spec, numerics)) * sizes
-        + e.lse_error[..., None] * sizes
-        + _absolute(spec, numerics) * scale * e.d_z.sum(-1)[..., None]
-    )
+    """Of d_q [b, r, g, d_qk]. The error of D is shared by a row: it meets the sum of P' K, not of its sizes."""
+    scale, k, shared = abs(spec.sm_scale), np.abs(group.k)[:, None], e.d_error[..., None]
+    sizes = e.reach @ k
+    operands = _operand_errors(spec, group, numerics, e.reach, sizes)
+    alone = (e.x + shared * e.steep * e.eta + e.rounded) @ k
+    error = scale * (alone + shared * np.abs(e.steep @ group.k[:, None]) + operands)
+    sizes = scale * (sizes + operands)
     tiles = rescales(spec, group, numerics)[..., None]
     terms = group.counts.sum(-1)[..., None, None]
-    parts = [error * e.second[..., None], (gamma(terms) + tiles * U32) * sizes, np.maximum(tiles - 1, 0) * sizes]
+    flushed = (1 + scale) * FLUSH * (terms + 1)
+    parts = [error, (gamma(terms) + tiles * U32) * sizes + flushed, np.maximum(tiles - 1, 0) * sizes]
     if spec.rope:
         turned = [_turned(spec.rope, x, group.query_position[..., None]) for x in parts]
-        turns = scale * _turn_errors(spec.rope, group, numerics, e.d_z, group.k, of_key=False)
+        norm = _converted(pair_norms(spec.rope, group.k), _rotated(spec, numerics))
+        turns = scale * _turn_errors(spec.rope, group, numerics, e.reach, norm, of_key=False)
         turned[0] = _with_pairs(spec.rope, turned[0], turns)
         parts = turned
     return _QueryTerms(*parts)
@@ -243,13 +252,15 @@ def _query_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edge
 
 def _key_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges) -> tuple[Array, Array]:
     """Of d_k [b, S, d_qk]: error but for accumulation, and sum of sizes."""
-    scale, cast, b = abs(spec.sm_scale), rounding(numerics.p), len(group.q)
-    x = (e.x + e.p * e.slope * e.d_error[..., None] + e.d_z * (e.lse_error + cast.u)[..., None]) * e.second[..., None]
-    x = x + cast.a * group.edge[:, :, None] + operand_error(spec, numerics) * e.d_z
-    q = np.abs(group.q).reshape(b, -1, group.q.shape[-1])
-    error, sizes = (scale * (each.reshape(b, q.shape[1], -1).swapaxes(1, 2) @ q) for each in (x, e.d_z))
+    scale, cast, b = abs(spec.sm_scale), _rotated(spec, numerics), len(group.q)
+    q = group.q.reshape(b, -1, group.q.shape[-1])
+    alone = e.x + e.steep * (1 + e.eta) * e.d_error[..., None] + e.rounded
+    error, sizes = (_by_key(x) @ np.abs(q) for x in (alone, e.reach))
+    operands = (2 * numerics.u_operand + cast.u) * sizes + cast.a * _by_key(e.reach).sum(-1)[..., None]
+    error, sizes = scale * (error + operands), scale * (sizes + operands)
     if spec.rope:
-        turns = scale * _turn_errors(spec.rope, group, numerics, e.d_z, group.q, of_key=True)
+        norm = _converted(pair_norms(spec.rope, q), cast)
+        turns = scale * _turn_errors(spec.rope, group, numerics, e.reach, norm, of_key=True)
         error, sizes = (_turned(spec.rope, each, group.key_position) for each in (error, sizes))
         error = _with_pairs(spec.rope, error, turns)
     return error, sizes
@@ -257,13 +268,42 @@ def _key_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges)
 
 def _value_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges, d_out: Array) -> tuple[Array, Array]:
     """Of d_v [b, S, d_vo], likewise: d_out [b, r, g, d_vo], sizes."""
-    cast, b = rounding(numerics.p), len(group.q)
-    dropout = 2 * U32 if spec.dropout else 0.0
-    x = e.dropped * (e.eta + e.lse_error[..., None] + cast.u + dropout) * e.second[..., None]
-    x = x + (cast.a + FLUSH) * group.edge[:, :, None] / (1 - spec.dropout.p if spec.dropout else 1.0)
-    rows = d_out.reshape(b, -1, d_out.shape[-1])
-    error, sizes = (each.reshape(b, rows.shape[1], -1).swapaxes(1, 2) @ rows for each in (x, e.dropped))
-    return error, sizes
+    cast, dropout, share = rounding(numerics.p), 2 * U32, 1 - spec.dropout.p if spec.dropout else 1.0
+    own = e.eta + dropout * (1 + e.eta) if spec.dropout else e.eta
+    alone = e.dropped * (own + cast.u * (1 + own)) + (cast.a + FLUSH) * e.visits / share
+    rows = d_out.reshape(len(d_out), -1, d_out.shape[-1])
+    error, sizes = (_by_key(x) @ rows for x in (alone, e.dropped + alone))
+    return error + 2 * numerics.u_operand * sizes, sizes
+
+
+def _by_key(x: Array) -> Array:
+    """[b, r, g, S] -> [b, S, r g]."""
+    return x.reshape(len(x), -1, x.shape[-1]).swapaxes(1, 2)
+
+
+def _rotated(spec: AttentionSpec, numerics: Numerics) -> Rounding:
+    """Of q and K on their way into a product: nothing where the kernel does not turn them."""
+    return rounding(numerics.rotated) if spec.rope else Rounding(0.0, 0.0)
+
+
+def _converted(x: Array, cast: Rounding) -> Array:
+    """The largest norm of a pair that is rounded to a format."""
+    return x * (1 + cast.u) + 2 * cast.a
+
+
+def _operand_errors(spec: AttentionSpec, group: Group, numerics: Numerics, reach: Array, sizes: Array) -> Array:
+    """Of d_q [b, r, g, d_qk] without the scale: what operands that are converted add; `sizes` = reach |K|."""
+    cast, k = _rotated(spec, numerics), reconstruction(spec.k_codec, numerics)
+    total = reach.sum(-1)[..., None]
+    error: Array = (2 * numerics.u_operand + cast.u) * sizes + cast.a * total
+    if spec.k_codec:
+        wrong = k.u * sizes + k.a * total
+        if spec.rope:  # rounded before it is turned: each channel by what its pair has
+            pairs = k.u * (reach @ pair_norms(spec.rope, group.k)[:, None]) + 2 * k.a * total
+            for channels in scores.pairs(spec.rope):
+                wrong[..., channels] = pairs
+        error += (1 + cast.u + 2 * numerics.u_operand) * wrong
+    return error
 
 
 def _add_keys(total: _KeyTerms, group: Group, keys: KeySums, offset: int, part: tuple[Array, Array]) -> None:
@@ -273,11 +313,6 @@ def _add_keys(total: _KeyTerms, group: Group, keys: KeySums, offset: int, part: 
         total.error[mine] += part[0][b][some]
         total.sizes[mine] += part[1][b][some]
         total.terms[mine] += terms[b][some]
-
-
-def _absolute(spec: AttentionSpec, numerics: Numerics) -> float:
-    """Absolute error of an element of K as it enters the product with dZ."""
-    return (rounding(numerics.rotated).a if spec.rope else 0.0) + reconstruction(spec.k_codec, numerics).a
 
 
 def _turned(rope: RoPE, x: Array, position: NDArray[np.int64]) -> Array:
@@ -298,22 +333,19 @@ def _with_pairs(rope: RoPE, x: Array, by_pair: Array) -> Array:
     return x
 
 
-def _turn_errors(rope: RoPE, group: Group, numerics: Numerics, d_z: Array, operand: Array, *, of_key: bool) -> Array:
+def _turn_errors(rope: RoPE, group: Group, numerics: Numerics, reach: Array, norm: Array, *, of_key: bool) -> Array:
     """How far the pairs of a gradient may be off since angles are: of d_q [b, r, g, pairs] by the keys, or (of_key) of
-    d_k [b, S, pairs] by the queries. As for a logit, a wrong frequency counts by the distance only.
+    d_k [b, S, pairs] by the queries; `norm` of the other operand's pairs. As for a logit, a wrong frequency counts by
+    the distance only.
     """
-    norm, wrong = pair_norms(rope, operand), angle_errors(rope, group, numerics)
+    wrong = angle_errors(rope, group, numerics)
     total = np.zeros(())
     for weights, by_pair in (
-        (d_z * wrong.distance, wrong.frequency),
-        (d_z * wrong.farthest, wrong.rounding),
-        (2 * wrong.sine * d_z, np.ones_like(wrong.frequency)),
+        (reach * wrong.distance, wrong.frequency),
+        (reach * wrong.farthest, wrong.rounding),
+        (2 * wrong.sine * reach, np.ones_like(wrong.frequency)),
     ):
-        if of_key:
-            b, _, _, n = d_z.shape
-            total = total + (weights.reshape(b, -1, n).swapaxes(1, 2) @ norm.reshape(b, -1, norm.shape[-1])) * by_pair
-        else:
-            total = total + (weights @ norm[:, None]) * by_pair
+        total = total + (_by_key(weights) @ norm if of_key else weights @ norm[:, None]) * by_pair
     return total * (1 + float(wrong.second_order.max(initial=0.0)))
 
 
@@ -323,15 +355,14 @@ def _accumulation(terms: Array) -> Array:
 
 
 def _finish(spec: AttentionSpec, numerics: Numerics, exact: Gradients, sums: _Sums) -> ExpectedGradients:
-    cast = rounding(numerics.p)
     trusted = spec.epilogue.kind in (EpilogueKind.NONE, EpilogueKind.CAST)
 
     def allowed(value: Array, error: Array, own: Array, spread: Array, dtype: DType = numerics.out) -> Allowed:
-        half_width = error + 4 * U32 * np.abs(value) + own
+        half_width = error + 4 * U32 * (np.abs(value) + error) + own
         half_width = np.where(np.isfinite(half_width) & trusted, half_width, np.inf)
         low, high = (round_to(x, dtype) for x in (value - half_width, value + half_width))
         out = FORMATS[dtype]
-        runs = 2 * U32 * spread * (1 + cast.u) + 2 * out.u * np.abs(value) + 2 * out.a
+        runs = 2 * U32 * spread + 2 * out.u * (np.abs(value) + half_width) + 2 * out.a
         return Allowed(value, half_width, low, high, runs)
 
     def of_pages(gradient: KeyGradient, terms: _KeyTerms) -> Allowed:
@@ -341,13 +372,14 @@ def _finish(spec: AttentionSpec, numerics: Numerics, exact: Gradients, sums: _Su
             for x in (terms.error, terms.sizes, terms.terms[:, None])
         )
         own, value = gradient.page_errors.cache.data, gradient.pages.cache.data
-        return allowed(value, error + _accumulation(count) * sizes, own, count * sizes)
+        flushed = (1 + abs(spec.sm_scale)) * FLUSH * count
+        return allowed(value, error + _accumulation(count) * sizes + flushed, own, count * sizes)
 
     q = sums.q
     d_sink = None
     if exact.d_sink is not None:
         error, sizes, rows = sums.sink.sum(axis=1)
-        error = error + _accumulation(rows) * sizes
+        error = error + _accumulation(rows) * (sizes + error)
         d_sink = allowed(exact.d_sink.value, error, exact.d_sink.error, rows * sizes, DType.FP32)
     d_q = allowed(exact.d_q.value, q.error + q.accumulation, exact.d_q.error, q.spread)
     pages = exact.d_k.pages.cache.pages

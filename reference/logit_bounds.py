@@ -56,22 +56,16 @@ def logit_error(spec: AttentionSpec, group: Group, numerics: Numerics) -> Array:
     z = scores.logits(group.q, group.k, spec.sm_scale) if terms or spec.logits_soft_cap else group.z
     error = (gamma(group.q.shape[-1]) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(z)
     if spec.k_codec:
-        error += _cast_error(reconstruction(spec.k_codec, numerics), 1.0, scale, products, group)
+        error += _reconstruction_error(spec, group, numerics, products)
     if spec.rope:
         error += _turn_error(spec.rope, scale, group, numerics)
-        error += _cast_error(rounding(numerics.rotated), 2.0, scale, products, group)
+        error += _rotated_error(rounding(numerics.rotated), scale, products, group)
     if spec.logits_soft_cap:
         error, z = _capped(spec.logits_soft_cap, error, z, numerics)
     for term in terms:
         error = error + 2 * U32 * np.abs(z) + 7 * U32 * np.abs(term)
         z = z + term
     return error
-
-
-def operand_error(spec: AttentionSpec, numerics: Numerics) -> float:
-    """Relative error of an element of q or K as it enters a product with dZ."""
-    turned = rounding(numerics.rotated).u if spec.rope else 0.0
-    return numerics.u_operand + turned + reconstruction(spec.k_codec, numerics).u
 
 
 def _added(spec: AttentionSpec, group: Group) -> list[Array]:
@@ -85,14 +79,29 @@ def _added(spec: AttentionSpec, group: Group) -> list[Array]:
     return terms
 
 
-def _cast_error(cast: Rounding, operands: float, scale: float, products: Array, group: Group) -> Array:
-    """Of rounding one (K) or both operands of q.k to a format: absolute where they are subnormal there."""
-    error: Array = operands * cast.u * products
+def _reconstruction_error(spec: AttentionSpec, group: Group, numerics: Numerics, products: Array) -> Array:
+    """Of K reconstructed from codes. RoPE turns what was rounded, so that a pair errs by its norm: the sizes of turned
+    channels may cancel where those of the channels that were rounded do not.
+    """
+    cast, scale = reconstruction(spec.k_codec, numerics), abs(spec.sm_scale)
+    sizes = np.abs(group.q).sum(-1)[..., None]
+    if spec.rope:
+        norm_q, norm_k = pair_norms(spec.rope, group.q), pair_norms(spec.rope, group.k)
+        rest = slice(spec.rope.rotary_dim, None)
+        still = scores.logits(np.abs(group.q[..., rest]), np.abs(group.k[..., rest]), scale)
+        products = scores.logits(norm_q, norm_k, scale) + still
+        sizes = 1.5 * sizes  # at most sqrt(2) of them before they were turned
+    error: Array = cast.u * products + cast.a * scale * sizes
+    return error
+
+
+def _rotated_error(cast: Rounding, scale: float, products: Array, group: Group) -> Array:
+    """Of rounding q and K to a format after RoPE: absolute where they are subnormal there."""
+    error: Array = 2 * cast.u * products
     if cast.a:
-        sizes = np.abs(group.q).sum(-1)[..., None]
-        if operands > 1:
-            sizes = sizes + np.abs(group.k).sum(-1)[:, None, None]
-        error = error + cast.a * scale * sizes
+        depth = group.q.shape[-1]
+        sizes = np.abs(group.q).sum(-1)[..., None] + np.abs(group.k).sum(-1)[:, None, None]
+        error = error + cast.a * scale * (sizes * (1 + cast.u) + cast.a * depth)
     return error
 
 

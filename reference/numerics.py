@@ -19,7 +19,7 @@ class Numerics:
     p: format that the probabilities P are cast to before P V.
     out: format of the stored output. partial: format of split partial outputs. The accumulator is FP32.
     u_exp: relative error of the exponential (2^-22: ex2.approx, or a correctly rounded libm, scaled).
-    u_operand: relative rounding of the operands of q.k before the product (0; tf32: 2^-11).
+    u_operand: relative rounding of the operands of every product, forward and backward (0; tf32: 2^-11).
     l_sums_cast_p: the denominator adds the cast P, not the FP32 one.
     min_tile: the smallest number of slots between two rescales of the accumulator.
     splits: the backend may cut a row into splits and merge them where the hint names one.

@@ -115,6 +115,11 @@ ARITHMETICS = {
         Arithmetic(DType.FP16, DType.FP16, DType.FP16, exp2="truncated", splits=4, merge_outputs=True, tile=16),
     ),
     "K and V rounded to bf16": (DType.BF16, Arithmetic(rotated=DType.BF16, reconstructed=DType.BF16)),
+    "rounded to fp16": (
+        DType.FP16,
+        Arithmetic(DType.FP16, DType.FP16, rotated=DType.FP16, reconstructed=DType.FP16, splits=2),
+    ),
+    "tf32": (DType.FP32, Arithmetic(DType.FP32, DType.FP32, tf32=True, fraction_bits=25)),
 }
 
 
@@ -138,8 +143,7 @@ class Problem:
     def case(self) -> Case:
         dtype = TORCH[self.spec.dtype]
         q, k, v = (torch.from_numpy(x).to(dtype) for x in (self.inputs.q, self.inputs.k.data, self.inputs.v.data))
-        if self.spec.k_codec or self.spec.v_codec:
-            k, v = torch.empty(0), torch.empty(0)  # nothing may be read but the codes
+        k, v = (torch.empty(0) if codec else x for codec, x in ((self.spec.k_codec, k), (self.spec.v_codec, v)))
         shape = (self.spec.num_tokens, self.spec.num_qo_heads)
         table, seq_lens, qo_indptr, indptr, indices = (
             torch.from_numpy(np.asarray(x, np.int32))

@@ -66,7 +66,7 @@ def written_out(row: Row, numerics: Numerics, walked: int) -> tuple[list[float],
         plain = math.fsum(map(abs, column))
         terms = [
             math.fsum(a * b * abs(c) for a, b, c in zip(w, eta, column, strict=True)) + abs(out) * mean_eta,
-            u_p * total + a_p / l * plain,
+            (u_p + 2 * numerics.u_operand) * total + a_p / l * plain,
             (gamma(k) + rescales * U32) * (1 + u_p) * total,
             (gamma(k) + 4 * U32 + cast_l) * abs(out),
             U[numerics.partial] * total + A[numerics.partial] if numerics.splits else 0.0,

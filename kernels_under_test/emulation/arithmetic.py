@@ -24,9 +24,9 @@ class Arithmetic:
 
     p, out, partial, rotated, reconstructed: as in `Numerics`. exp2: `exact`, `truncated` (to 23 bits) or `cubic`.
     fraction_bits: 0 for FP32 sums; else products are aligned to the largest of MMA_K terms and truncated to so many
-    bits, as tensor cores do. tile, splits: slots per tile, parts of a row. order: seed of the order of tiles, 0 for
-    that of the slots. lag: octaves by which the running maximum may stay behind. merge_outputs: splits are merged
-    from normalised outputs and their lse.
+    bits, as tensor cores do. tf32: operands of products are rounded to 11 significant bits. tile, splits: slots per
+    tile, parts of a row. order: seed of the order of tiles, 0 for that of the slots. lag: octaves by which the running
+    maximum may stay behind. merge_outputs: splits are merged from normalised outputs and their lse.
     """
 
     p: DType = DType.BF16
@@ -36,6 +36,7 @@ class Arithmetic:
     reconstructed: DType = DType.FP32
     exp2: str = "exact"
     fraction_bits: int = 0
+    tf32: bool = False
     l_sums_cast_p: bool = False
     tile: int = 64
     splits: int = 1
@@ -53,6 +54,7 @@ class Arithmetic:
             rotated=self.rotated,
             reconstructed=self.reconstructed,
             u_exp=1.1e-4 if self.exp2 == "cubic" else 2.0**-22,
+            u_operand=2.0**-11 if self.tf32 else 0.0,
             l_sums_cast_p=self.l_sums_cast_p,
             min_tile=self.tile,
             splits=self.splits > 1,
@@ -79,16 +81,18 @@ def exp2(x: Tensor, variant: str) -> Tensor:
     return torch.exp2(x)
 
 
-def product(a: Tensor, b: Tensor, fraction_bits: int) -> Tensor:
+def product(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
     """a [..., n, k] @ b [..., k, m] with FP32 sums, or as tensor cores add."""
-    if not fraction_bits:
+    if arithmetic.tf32:
+        a, b = (_significant(x, 11) for x in (a, b))
+    if not arithmetic.fraction_bits:
         return a @ b
     total = torch.zeros((*a.shape[:-1], b.shape[-1]), dtype=torch.float64)
     for start in range(0, a.shape[-1], MMA_K):
         terms = a[..., start : start + MMA_K, None].double() * b[..., None, start : start + MMA_K, :].double()
         terms = torch.cat((terms, total[..., None, :]), dim=-2)
         top = terms.abs().amax(dim=-2, keepdim=True)
-        unit = torch.ldexp(torch.ones_like(top), _exponent(top) - fraction_bits)
+        unit = torch.ldexp(torch.ones_like(top), _exponent(top) - arithmetic.fraction_bits)
         total = _truncated((torch.trunc(terms / unit) * unit).sum(dim=-2), 24)
     return total.float()
 
@@ -96,6 +100,12 @@ def product(a: Tensor, b: Tensor, fraction_bits: int) -> Tensor:
 def _exponent(x: Tensor) -> Tensor:
     """floor(log2 x) of positive values; some small number for 0."""
     return torch.where(x > 0, torch.frexp(x)[1] - 1, -140).clamp(min=-140)
+
+
+def _significant(x: Tensor, bits: int) -> Tensor:
+    """FP32 values rounded to so many significant bits, to nearest."""
+    mantissa, exponent = torch.frexp(x.double())
+    return torch.ldexp(torch.round(mantissa * 2.0**bits), exponent - bits).float()
 
 
 def _truncated(x: Tensor, bits: int) -> Tensor:

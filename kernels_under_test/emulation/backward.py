@@ -42,7 +42,7 @@ def backward(
     lse = torch.where(saved.lse > -torch.inf, saved.lse, 0.0)
     p = exp2((scores.z - lse[..., None]) * LOG2E, arithmetic.exp2).masked_fill(~rows.edge[:, None], 0.0)
     kept = keep_factor(spec, rows)
-    d_p = product(d_out, rows.v.transpose(-1, -2), arithmetic.fraction_bits)
+    d_p = product(d_out, rows.v.transpose(-1, -2), arithmetic)
     weights = p
     if kept is not None:
         d_p, weights = d_p * kept, p * kept
@@ -51,9 +51,9 @@ def backward(
     if scores.capped is not None:
         d_z = d_z * (1.0 - scores.capped * scores.capped)
     d_z = cast(d_z, arithmetic.p)
-    d_q = product(d_z, scores.k, arithmetic.fraction_bits) * spec.sm_scale
-    d_k = product(d_z.transpose(-1, -2), scores.q, arithmetic.fraction_bits) * spec.sm_scale
-    d_v = product(cast(weights, arithmetic.p).transpose(-1, -2), d_out, arithmetic.fraction_bits)
+    d_q = product(d_z, scores.k, arithmetic) * spec.sm_scale
+    d_k = product(d_z.transpose(-1, -2), scores.q, arithmetic) * spec.sm_scale
+    d_v = product(cast(weights, arithmetic.p).transpose(-1, -2), d_out, arithmetic)
     if spec.rope:
         d_q = turned(d_q, rows.query_position[:, None], spec.rope, -1)
         d_k = turned(d_k, rows.key_position, spec.rope, -1)

@@ -60,7 +60,7 @@ def _split(z: Tensor, v: Tensor, kept: Tensor | None, arithmetic: Arithmetic) ->
         scale = torch.where(m > -torch.inf, exp2(m - base, arithmetic.exp2), 0.0)
         weights = cast(p if kept is None else p * kept[..., tile], arithmetic.p)
         l = scale * l + (cast(p, arithmetic.p) if arithmetic.l_sums_cast_p else p).sum(dim=-1)
-        o = scale[..., None] * o + product(weights, v[:, tile], arithmetic.fraction_bits)
+        o = scale[..., None] * o + product(weights, v[:, tile], arithmetic)
         m = raised
     return State(m, l, o)
 

@@ -71,7 +71,7 @@ def logits(spec: AttentionSpec, rows: Rows, arithmetic: Arithmetic) -> Logits:
     if spec.rope:
         q = cast(turned(q, rows.query_position[:, None], spec.rope), arithmetic.rotated)
         k = cast(turned(k, rows.key_position, spec.rope), arithmetic.rotated)
-    z = product(q, k.transpose(-1, -2), arithmetic.fraction_bits) * spec.sm_scale
+    z = product(q, k.transpose(-1, -2), arithmetic) * spec.sm_scale
     capped = None
     if spec.logits_soft_cap:
         capped = torch.tanh(z / spec.logits_soft_cap)
