@@ -182,9 +182,9 @@ def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given)
 
     added = np.abs(d_p) + (np.abs(delta) + np.abs(d_lse))[..., None]
     visits = np.broadcast_to(group.counts[:, :, None] * 1.0, p.shape)
-    x: Array = d_s * eta + p * (1 + eta) * (d_p_error + 4 * U32 * added) + FLUSH * visits * (added + 2)
+    x = d_s * eta + p * (1 + eta) * (d_p_error + 4 * U32 * added) + FLUSH * visits * (added + 2)
     of_delta = p * (1 + eta) * d_error[..., None]
-    slope: Array = edge * 1.0
+    slope = edge.astype(np.float64)
     if spec.logits_soft_cap:
         z = scores.logits(group.q, group.k, spec.sm_scale)
         slope = edge * scores.soft_cap_slope(np.where(edge, z, 0.0), spec.logits_soft_cap)
