@@ -17,8 +17,8 @@ from . import epilogues
 from .candidates import ValidatedCandidates
 from .formats import FORMATS, round_to
 from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups, kept
-from .logit_bounds import U32, gamma, logit_error, reconstruction, weight_error
-from .numerics import Numerics
+from .logit_bounds import U32, accumulation, gamma, logit_error, reconstruction, weight_error, weight_rounding
+from .numerics import Accumulator, Numerics
 from .paging import PageTable
 from .spec import AttentionSpec, CandidateKind, Epilogue, EpilogueKind
 
@@ -26,6 +26,7 @@ Array = NDArray[np.float64]
 
 U64 = 2.0**-53
 FLUSH = 2.0**-126  # the smallest normal FP32: results below it may be flushed to zero
+LEAST_DYADIC = 2.0**-14  # the smallest P that `dyadic_p` allows
 MAX_RHO = 0.5  # beyond this relative error of the denominator there is no bound
 
 
@@ -198,11 +199,14 @@ def _allowance(
     abs_v = np.abs(group.v)[:, None]
     w, factors, eta, mean_eta = _mass(spec, group, top, lse, numerics, exactness)
 
-    p, part = FORMATS[numerics.p], FORMATS[numerics.partial]
+    p, part = weight_rounding(numerics), FORMATS[numerics.partial]
     u_p, a_p = (0.0, 0.0) if exactness.zero_logits and numerics.unit_p else (p.u, p.a)
-    if numerics.unit_p and (exactness.one_key or (exactness.dyadic_p and eta.max(initial=0.0) < p.u / 2)):
+    dyadic = exactness.dyadic_p and eta.max(initial=0.0) < p.u / 2 and p.a < LEAST_DYADIC
+    if numerics.unit_p and (exactness.one_key or dyadic):
         u_p, a_p = 0.0, 0.0
-    sums = np.zeros(k.shape) if exactness.exact_sums and numerics.unit_p else gamma(k)
+    exact = exactness.exact_sums and numerics.unit_p
+    sums = np.zeros(k.shape) if exact else gamma(k)
+    products = np.zeros(k.shape) if exact and _holds_sums(numerics) else accumulation(k, numerics)
     cast_l = (u_p + a_p * k / l) if numerics.l_sums_cast_p else np.zeros(l.shape)
     rescale = 0.0 if exactness.equal_logits and not spec.sink_logits else rescales(spec, group, numerics) * U32
     u_part, a_part = (part.u, part.a) if numerics.splits else (0.0, 0.0)
@@ -223,7 +227,7 @@ def _allowance(
         wrong_weights  # logits, exponential, rescale, merge
         + u_p * (abs_out if exactness.equal_logits else abs_sum)  # cast of P: equal P share one rounding error
         + (a_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
-        + ((sums + rescale) * (1 + u_p))[..., None] * abs_sum  # accumulation of P V
+        + ((products + rescale) * (1 + u_p))[..., None] * abs_sum  # accumulation of P V
         + (sums + 4 * U32 + cast_l)[..., None] * abs_out  # denominator
         + (u_part + v.u + 2 * numerics.u_operand) * abs_sum
         + (v.a * (w * factors).sum(-1))[..., None]  # V reconstructed from codes
@@ -237,6 +241,11 @@ def _allowance(
         np.where(some, rho / (1 - rho) + log_error(l, lse, top) + own.lse, 0.0),
         (trusted & own.in_range) | ~some,
     )
+
+
+def _holds_sums(numerics: Numerics) -> bool:
+    """Whether the accumulator of P V holds what FP32 holds."""
+    return numerics.accumulator is Accumulator.FP32
 
 
 def log_error(l: Array | float, lse: Array, top: Array) -> Array:

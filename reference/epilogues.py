@@ -68,7 +68,9 @@ def interval(epilogue: Epilogue, low: Array, high: Array, gate: Array | None, u:
         error = U32 * np.abs(ends)
         return ends[0] - error[0], ends[1] + error[1]
     if epilogue.function is None:
-        slack = 2 * U32 if epilogue.kind is EpilogueKind.LOW_BIT else 0.0  # out / scale, and code * scale
+        if epilogue.kind is not EpilogueKind.LOW_BIT:
+            return _rounded(epilogue, low), _rounded(epilogue, high)
+        slack = 2 * U32  # out / scale, and code * scale
         low, high = _rounded(epilogue, low - slack * np.abs(low)), _rounded(epilogue, high + slack * np.abs(high))
         return low - slack * np.abs(low), high + slack * np.abs(high)
     function = FUNCTIONS[epilogue.function]

@@ -102,6 +102,11 @@ FP8_FORMATS = {
 }
 
 
+def format_of(name: DType | CodecFormat) -> Format:
+    """The format of a tensor, or of FP8 codes."""
+    return FP8_FORMATS[name] if isinstance(name, CodecFormat) else FORMATS[name]
+
+
 @cache
 def decode_table(format: CodecFormat) -> Array:
     """The value of every code, by bit pattern: [256], int4: [16]; exact in FP64, read-only."""

@@ -22,8 +22,8 @@ from .candidates import ValidatedCandidates
 from .formats import FORMATS, round_to
 from .forward import Inputs, Rows, evaluate, groups, kept
 from .groups import Group
-from .logit_bounds import U32, gamma, logit_error, reconstruction, weight_error
-from .numerics import Numerics
+from .logit_bounds import U32, gamma, logit_error, reconstruction, weight_error, weight_rounding
+from .numerics import Accumulator, Numerics
 from .paging import PageTable
 from .spec import AttentionSpec
 
@@ -85,7 +85,7 @@ class GenericRow:
         form = FORMATS[self.numerics.out]
         direction = (self.v.T * (self.mass * self.chi) ** 2) @ self.v
         if self.numerics.l_sums_cast_p:
-            cast = FORMATS[self.numerics.p].u ** 2 * (self.weights**2).sum()
+            cast = weight_rounding(self.numerics).u ** 2 * (self.weights**2).sum()
             direction = direction + cast * np.outer(self.out, self.out)
         rounding = (form.u * np.abs(self.out)) ** 2
         systematic = self.systematic + form.u * self.half_width + form.a
@@ -135,8 +135,10 @@ def bias(rows: Iterable[tuple[GenericRow, float]]) -> float:
 def generic_rows(
     spec: AttentionSpec, inputs: Inputs, table: PageTable, candidates: ValidatedCandidates, numerics: Numerics
 ) -> Iterator[GenericRow]:
-    """The bounds of every output row that has an edge, before the epilogue. None for a spec with a sink logit."""
-    if spec.sink_logits:
+    """The bounds of every output row that has an edge, before the epilogue. None for a spec with a sink logit, nor for
+    FP8 tensor cores, whose truncation is no independent error.
+    """
+    if spec.sink_logits or numerics.accumulator is not Accumulator.FP32:
         return
     lam = confidence(CHECKS)
     for group in groups(spec, inputs, table, candidates):
@@ -227,7 +229,7 @@ def _bounded(
 ) -> GenericRow:
     """B of one row: docs/bounds.md section 11."""
     out, lse, l, top = row.rows.out[row.at], *(float(x[row.at]) for x in (row.rows.lse, *row.rows.state[1::-1]))
-    p, part, ties = FORMATS[numerics.p], FORMATS[numerics.partial], _Ties.of(row.s, errors)
+    p, part, ties = weight_rounding(numerics), FORMATS[numerics.partial], _Ties.of(row.s, errors)
     weights, abs_v, abs_out = np.exp(row.s - lse), np.abs(row.v), np.abs(out)
     terms = int(row.counts.sum())  # of a kernel that visits repeats one by one
     mass, sums = weights * row.a, float(gamma(terms))

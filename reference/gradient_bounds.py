@@ -22,7 +22,17 @@ from .forward import evaluate, kept
 from .gradients import Gradients, backward
 from .groups import Group, Inputs, groups
 from .key_gradients import KeyGradient, KeySums, key_sums
-from .logit_bounds import U32, Rounding, angle_errors, gamma, logit_error, pair_norms, reconstruction, rounding
+from .logit_bounds import (
+    U32,
+    Rounding,
+    accumulation,
+    angle_errors,
+    gamma,
+    logit_error,
+    pair_norms,
+    reconstruction,
+    rounding,
+)
 from .numerics import Numerics
 from .paging import PageTable, scatter
 from .spec import AttentionSpec, DType, EpilogueKind, RoPE
@@ -81,7 +91,8 @@ def expected_gradients(
     d_lse: Array | None = None,
 ) -> ExpectedGradients:
     """The gradients, and the allowance of every element, for a backend with these numerics. An epilogue is no part of
-    it: d_out is the gradient before it, and of a spec with another than a cast nothing has a bound.
+    it: d_out is the gradient before it, and of a spec with another than a cast nothing has a bound; nor where dS is
+    cast to FP8, which it may leave.
     """
     exact = backward(spec, inputs, table, candidates, d_out, d_lse)
     edges = attended(spec, candidates)
@@ -177,7 +188,7 @@ def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given)
     eta = np.where(edge, _relative(error + 4 * U32 * (largest + 1) + numerics.u_exp + lse_error[..., None]), 0.0)
     terms, v = group.v.shape[-1], reconstruction(spec.v_codec, numerics)
     operands = (v.u + 2 * numerics.u_operand) * size + v.a * a * np.abs(d_out).sum(-1)[..., None]
-    d_p_error = operands + (gamma(terms) + 2 * U32) * (size + operands)
+    d_p_error = operands + (accumulation(terms, numerics) + 2 * U32) * (size + operands)
     d_error = (np.abs(d_out) * (out_error + gamma(terms) * (np.abs(rows.out) + out_error))).sum(-1)
 
     added = np.abs(d_p) + (np.abs(delta) + np.abs(d_lse))[..., None]
@@ -190,11 +201,16 @@ def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given)
         slope = edge * scores.soft_cap_slope(np.where(edge, z, 0.0), spec.logits_soft_cap)
         wrong = error / spec.logits_soft_cap  # of tanh, so of 1 - tanh^2 twice that
         x = x * slope + (d_s + x + of_delta) * (wrong * (2 + wrong) + 4 * U32)
-    cast, d_z = rounding(numerics.p), d_s * slope
+    cast, d_z = _cast(numerics), d_s * slope
     computed = d_z + x + of_delta * slope
     rounded = cast.u * computed + cast.a * visits
     reach = computed + rounded
     return _Edges(p * slope, p * a, d_z, eta, x, rounded, reach, visits, d_error, lse_error, lse, delta - d_lse)
+
+
+def _cast(numerics: Numerics) -> Rounding:
+    """Of dS and P to the format of their products; there is no bound for FP8."""
+    return rounding(numerics.p) if isinstance(numerics.p, DType) else Rounding(np.inf, 0.0)
 
 
 def _relative(eta: Array) -> Array:
@@ -240,7 +256,7 @@ def _query_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edge
     tiles = rescales(spec, group, numerics)[..., None]
     terms = group.counts.sum(-1)[..., None, None]
     flushed = (1 + scale) * FLUSH * (terms + 1)
-    parts = [error, (gamma(terms) + tiles * U32) * sizes + flushed, np.maximum(tiles - 1, 0) * sizes]
+    parts = [error, (accumulation(terms, numerics) + tiles * U32) * sizes + flushed, np.maximum(tiles - 1, 0) * sizes]
     if spec.rope:
         turned = [_turned(spec.rope, x, group.query_position[..., None]) for x in parts]
         norm = _converted(pair_norms(spec.rope, group.k), _rotated(spec, numerics))
@@ -268,7 +284,7 @@ def _key_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges)
 
 def _value_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges, d_out: Array) -> tuple[Array, Array]:
     """Of d_v [b, S, d_vo], likewise: d_out [b, r, g, d_vo], sizes."""
-    cast, dropout, share = rounding(numerics.p), 2 * U32, 1 - spec.dropout.p if spec.dropout else 1.0
+    cast, dropout, share = _cast(numerics), 2 * U32, 1 - spec.dropout.p if spec.dropout else 1.0
     own = e.eta + dropout * (1 + e.eta) if spec.dropout else e.eta
     alone = e.dropped * (own + cast.u * (1 + own)) + (cast.a + FLUSH) * e.visits / share
     rows = d_out.reshape(len(d_out), -1, d_out.shape[-1])
@@ -349,13 +365,13 @@ def _turn_errors(rope: RoPE, group: Group, numerics: Numerics, reach: Array, nor
     return total * (1 + float(wrong.second_order.max(initial=0.0)))
 
 
-def _accumulation(terms: Array) -> Array:
+def _atomic(terms: Array, numerics: Numerics) -> Array:
     """Relative error of a sum of so many terms, each of which may be a partial sum that an atomic adds."""
-    return (terms + 2) * 2.0**-23 + terms * U32
+    return accumulation(terms, numerics) + terms * U32
 
 
 def _finish(spec: AttentionSpec, numerics: Numerics, exact: Gradients, sums: _Sums) -> ExpectedGradients:
-    trusted = spec.epilogue.kind in (EpilogueKind.NONE, EpilogueKind.CAST)
+    trusted = spec.epilogue.kind in (EpilogueKind.NONE, EpilogueKind.CAST) and isinstance(numerics.p, DType)
 
     def allowed(value: Array, error: Array, own: Array, spread: Array, dtype: DType = numerics.out) -> Allowed:
         half_width = error + 4 * U32 * (np.abs(value) + error) + own
@@ -373,13 +389,13 @@ def _finish(spec: AttentionSpec, numerics: Numerics, exact: Gradients, sums: _Su
         )
         own, value = gradient.page_errors.cache.data, gradient.pages.cache.data
         flushed = (1 + abs(spec.sm_scale)) * FLUSH * count
-        return allowed(value, error + _accumulation(count) * sizes + flushed, own, count * sizes)
+        return allowed(value, error + _atomic(count, numerics) * sizes + flushed, own, count * sizes)
 
     q = sums.q
     d_sink = None
     if exact.d_sink is not None:
         error, sizes, rows = sums.sink.sum(axis=1)
-        error = error + _accumulation(rows) * (sizes + error)
+        error = error + _atomic(rows, numerics) * (sizes + error)
         d_sink = allowed(exact.d_sink.value, error, exact.d_sink.error, rows * sizes, DType.FP32)
     d_q = allowed(exact.d_q.value, q.error + q.accumulation, exact.d_q.error, q.spread)
     pages = exact.d_k.pages.cache.pages

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import scores
-from .formats import FORMATS
+from .formats import FORMATS, format_of
 from .groups import Group
-from .numerics import Numerics
+from .numerics import Accumulator, Numerics
 from .spec import AttentionSpec, CandidateKind, Codec, DType, RoPE
 
 Array = NDArray[np.float64]
@@ -21,11 +21,21 @@ Array = NDArray[np.float64]
 U32 = FORMATS[DType.FP32].u
 
 
-def gamma(n: NDArray[np.int64] | int) -> Array:
+def gamma(n: Array | NDArray[np.int64] | int) -> Array:
     """Accumulation of n terms: |fl(sum) - sum| <= gamma(n) * sum |terms| for any FP32 order, rounded to nearest or to
     zero, and for 16-bit tensor cores from Ampere on (GATES.md section 2).
     """
     return (np.asarray(n, np.float64) + 2) * 2.0**-23
+
+
+def accumulation(n: Array | NDArray[np.int64] | int, numerics: Numerics) -> Array:
+    """gamma(n) of sums of products in the declared accumulator. FP8 tensor cores add 32 products to what they have,
+    all cut to 13 fraction bits of the largest (GATES.md section 2).
+    """
+    if numerics.accumulator is Accumulator.FP32:
+        return gamma(n)
+    n = np.asarray(n, np.float64)
+    return np.ceil(np.minimum(n, 128) / 32) * 34 * 2.0**-13 + np.ceil(n / 128) * U32
 
 
 class Rounding(NamedTuple):
@@ -38,6 +48,12 @@ class Rounding(NamedTuple):
 def rounding(dtype: DType) -> Rounding:
     """Of a cast from FP32; none where the format is FP32 itself."""
     return Rounding(0.0, 0.0) if dtype is DType.FP32 else Rounding(FORMATS[dtype].u, FORMATS[dtype].a)
+
+
+def weight_rounding(numerics: Numerics) -> Rounding:
+    """Of P as it enters P V."""
+    fmt = format_of(numerics.p)
+    return Rounding(fmt.u, fmt.a * 2.0**-numerics.p_offset)
 
 
 def reconstruction(codec: Codec | None, numerics: Numerics) -> Rounding:
@@ -54,7 +70,7 @@ def logit_error(spec: AttentionSpec, group: Group, numerics: Numerics) -> Array:
     products = scores.logits(np.abs(group.q), np.abs(group.k), scale)  # S_j
     terms = list(_added(spec, group))
     z = scores.logits(group.q, group.k, spec.sm_scale) if terms or spec.logits_soft_cap else group.z
-    error = (gamma(group.q.shape[-1]) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(z)
+    error = (accumulation(group.q.shape[-1], numerics) + 2 * numerics.u_operand) * products + 2 * U32 * np.abs(z)
     if spec.k_codec:
         error += _reconstruction_error(spec, group, numerics, products)
     if spec.rope:

@@ -8,16 +8,28 @@ A backend states formats, not tolerances; `bounds` turns them into an allowance 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from .spec import DType
+from .spec import CodecFormat, DType
+
+
+class Accumulator(StrEnum):
+    """What sums of products are kept in: FP32 in any order, also by 16-bit tensor cores; or what FP8 tensor cores of
+    Hopper and Ada keep, 13 fraction bits, promoted to FP32 after each 128 terms.
+    """
+
+    FP32 = "fp32"
+    FP8_MMA = "fp8-mma"
 
 
 @dataclass(frozen=True)
 class Numerics:
     """The arithmetic of one backend for one dtype.
 
-    p: format that the probabilities P are cast to before P V.
-    out: format of the stored output. partial: format of split partial outputs. The accumulator is FP32.
+    p: format that the probabilities P are cast to before P V, FP8 ones included. p_offset: octaves by which they are
+        raised before that cast (FP8: so that small ones are not lost).
+    out: format of the stored output. partial: format of split partial outputs.
+    accumulator: of q.k, P V and the products of backward; l is summed in FP32.
     u_exp: relative error of the exponential (2^-22: ex2.approx, or a correctly rounded libm, scaled).
     u_operand: relative rounding of the operands of every product, forward and backward (0; tf32: 2^-11).
     l_sums_cast_p: the denominator adds the cast P, not the FP32 one.
@@ -37,11 +49,13 @@ class Numerics:
         larger of |f(x)| and min(|x|, 1).
     """
 
-    p: DType
+    p: DType | CodecFormat
     out: DType
     partial: DType = DType.FP32
     u_exp: float = 2.0**-22
     u_operand: float = 0.0
+    p_offset: int = 0
+    accumulator: Accumulator = Accumulator.FP32
     l_sums_cast_p: bool = False
     min_tile: int = 16
     splits: bool = False

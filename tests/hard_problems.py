@@ -55,6 +55,7 @@ CODECS = (
     Codec(CodecFormat.INT4, ScaleGranularity.PAGE_CHANNEL, asymmetric=True),
     Codec(CodecFormat.FP8_E5M2, ScaleGranularity.TOKEN_HEAD),
 )
+FP8 = (CodecFormat.FP8_E4M3FN, CodecFormat.FP8_E5M2)
 LOGITS = (0.02, 1.0, 9.0, 17.5)  # largest size, about; the last one has P in the subnormals of FP16
 EXPONENTS = ("exact", "exact", "truncated", "cubic")
 
@@ -124,9 +125,14 @@ def _arithmetic(random: Random, spec: AttentionSpec) -> Arithmetic:
     def format_of() -> DType:
         return list(DType)[random.integers(3)]
 
-    splits = int(random.integers(1, 4))
+    splits, lag = int(random.integers(1, 4)), int(random.choice([0, 8]))
+    p: DType | CodecFormat = format_of()
+    if random.random() < 0.25:
+        p = FP8[random.integers(2)]
     return Arithmetic(
-        p=format_of(),
+        p=p,
+        p_offset=int(random.choice([0, 8 - lag])) if p in FP8 else 0,  # no further: a late maximum would overflow
+        fp8_mma=bool(random.random() < 0.2),
         out=DType.FP32 if random.random() < 0.7 else spec.dtype,
         partial=format_of(),
         rotated=format_of(),
@@ -138,7 +144,7 @@ def _arithmetic(random: Random, spec: AttentionSpec) -> Arithmetic:
         tile=int(random.choice([16, 32])),
         splits=splits,
         order=int(random.integers(4)),
-        lag=int(random.choice([0, 8])),
+        lag=lag,
         merge_outputs=bool(random.integers(2)),
     )
 

@@ -17,13 +17,13 @@ from sacts.conformance.launch import Launcher
 from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.kernels_under_test.emulation.arithmetic import Arithmetic
 from sacts.matrices import tiers
-from sacts.reference.spec import DType
+from sacts.reference.spec import CodecFormat, DType
 from sacts.reports.records import Verdict
 
 REPLICATES = int(os.environ.get("SACTS_CAMPAIGN", "0"))
 CELLS = tiers.load(tiers.path_of("smoke"))
 # p None: P in the dtype of the cell.
-ARITHMETICS: dict[str, tuple[DType | None, Arithmetic]] = {
+ARITHMETICS: dict[str, tuple[DType | CodecFormat | None, Arithmetic]] = {
     "FP32 P": (DType.FP32, Arithmetic()),
     "P in the dtype": (None, Arithmetic()),
     "P in bf16": (DType.BF16, Arithmetic(tile=16)),
@@ -35,9 +35,14 @@ ARITHMETICS: dict[str, tuple[DType | None, Arithmetic]] = {
     "cubic exp2": (None, Arithmetic(exp2="cubic", tile=32)),
     "truncated exp2, 8 octaves late": (None, Arithmetic(exp2="truncated", lag=8, tile=16)),
     "tensor cores of 25 bits": (None, Arithmetic(fraction_bits=25, tile=64)),
+    "FP8 P, raised by 8 octaves": (CodecFormat.FP8_E4M3FN, Arithmetic(p_offset=8, tile=32)),
+    "FP8 tensor cores": (CodecFormat.FP8_E4M3FN, Arithmetic(p_offset=8, fp8_mma=True, tile=64)),
+    "FP8 P in e5m2, 8 octaves late": (CodecFormat.FP8_E5M2, Arithmetic(lag=8, tile=16)),
+    "FP8 sums, P in the dtype": (None, Arithmetic(fp8_mma=True, splits=2, tile=32)),
+    "tf32 operands": (None, Arithmetic(tf32=True, tile=32)),
     "tensor cores of 24 bits, 2 splits": (None, Arithmetic(fraction_bits=24, splits=2, tile=32)),
 }
-QUICK = ("3 splits, tiles in any order", "tensor cores of 25 bits")
+QUICK = ("FP8 tensor cores", "3 splits, tiles in any order", "tensor cores of 25 bits")
 
 
 def backend_of(name: str) -> Backend:
@@ -65,5 +70,6 @@ def test_a_right_kernel_is_accepted(name: str) -> None:
     verdicts, alarms, largest = judged(name, range(max(REPLICATES, 1)))
     print(f"\n{name}: {dict(verdicts)}, largest observed / allowed {largest}")
     assert not alarms, alarms[:3]
-    assert verdicts[Verdict.PASS] > 0.9 * verdicts.total()
+    weak = ARITHMETICS[name][1].fp8_mma  # sums of 13 bits hide one candidate of a few hundred
+    assert verdicts[Verdict.PASS] > (0.7 if weak else 0.9) * verdicts.total()
     assert max(largest.values()) > 0.05

@@ -8,11 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sacts.reference.numerics import Numerics
-from sacts.reference.spec import DType
+from sacts.reference.numerics import Accumulator, Numerics
+from sacts.reference.spec import CodecFormat, DType
 
-TORCH = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
+TORCH: dict[DType | CodecFormat, torch.dtype] = {
+    DType.FP16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.FP32: torch.float32,
+    CodecFormat.FP8_E4M3FN: torch.float8_e4m3fn,
+    CodecFormat.FP8_E5M2: torch.float8_e5m2,
+}
 LOG2E = math.log2(math.e)
+FP8_MMA_K, FP8_BITS, PROMOTED = (
+    32,
+    13,
+    128,
+)  # of FP8 tensor cores: terms at once, fraction bits, terms per FP32 addition
 MMA_K = 16  # terms that a tensor core aligns and adds at once
 # A cubic for 2^f on [0, 1) with both ends exact: relative error below 1.1e-4, as in kernels that spare the SFU.
 CUBIC = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.077119089663028717041015625)
@@ -22,14 +33,15 @@ CUBIC = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.07711908
 class Arithmetic:
     """How the model computes. Everything not named here is FP32, rounded to nearest.
 
-    p, out, partial, rotated, reconstructed: as in `Numerics`. exp2: `exact`, `truncated` (to 23 bits) or `cubic`.
-    fraction_bits: 0 for FP32 sums; else products are aligned to the largest of MMA_K terms and truncated to so many
-    bits, as tensor cores do. tf32: operands of products are rounded to 11 significant bits. tile, splits: slots per
-    tile, parts of a row. order: seed of the order of tiles, 0 for that of the slots. lag: octaves by which the running
-    maximum may stay behind. merge_outputs: splits are merged from normalised outputs and their lse.
+    p, p_offset, out, partial, rotated, reconstructed: as in `Numerics`. exp2: `exact`, `truncated` (to 23 bits) or
+    `cubic`. fraction_bits: 0 for FP32 sums; else products are aligned to the largest of MMA_K terms and truncated to so
+    many bits, as tensor cores do; fp8_mma: as FP8 tensor cores do. tf32: operands of products are rounded to 11
+    significant bits. tile, splits: slots per tile, parts of a row. order: seed of the order of tiles, 0 for that of the
+    slots. lag: octaves by which the running maximum may stay behind. merge_outputs: splits are merged from normalised
+    outputs and their lse.
     """
 
-    p: DType = DType.BF16
+    p: DType | CodecFormat = DType.BF16
     out: DType = DType.BF16
     partial: DType = DType.FP32
     rotated: DType = DType.FP32
@@ -37,6 +49,8 @@ class Arithmetic:
     exp2: str = "exact"
     fraction_bits: int = 0
     tf32: bool = False
+    p_offset: int = 0
+    fp8_mma: bool = False
     l_sums_cast_p: bool = False
     tile: int = 64
     splits: int = 1
@@ -49,6 +63,8 @@ class Arithmetic:
         """The contract that this arithmetic keeps."""
         return Numerics(
             p=self.p,
+            p_offset=self.p_offset,
+            accumulator=Accumulator.FP8_MMA if self.fp8_mma else Accumulator.FP32,
             out=self.out,
             partial=self.partial,
             rotated=self.rotated,
@@ -64,7 +80,7 @@ class Arithmetic:
         )
 
 
-def cast(x: Tensor, dtype: DType) -> Tensor:
+def cast(x: Tensor, dtype: DType | CodecFormat) -> Tensor:
     """FP32 values rounded to a format, kept as FP32."""
     return x.to(TORCH[dtype]).float()
 
@@ -85,15 +101,26 @@ def product(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
     """a [..., n, k] @ b [..., k, m] with FP32 sums, or as tensor cores add."""
     if arithmetic.tf32:
         a, b = (_significant(x, 11) for x in (a, b))
-    if not arithmetic.fraction_bits:
-        return a @ b
+    if arithmetic.fp8_mma:
+        total = torch.zeros((*a.shape[:-1], b.shape[-1]))
+        for start in range(0, a.shape[-1], PROMOTED):
+            part = slice(start, start + PROMOTED)
+            total = total + _added_by_tensor_cores(a[..., part], b[..., part, :], FP8_MMA_K, FP8_BITS, FP8_BITS + 1)
+        return total
+    if arithmetic.fraction_bits:
+        return _added_by_tensor_cores(a, b, MMA_K, arithmetic.fraction_bits, 24)
+    return a @ b
+
+
+def _added_by_tensor_cores(a: Tensor, b: Tensor, at_once: int, fraction_bits: int, kept: int) -> Tensor:
+    """Each step aligns the total and so many products to the largest of them, cuts them, and keeps so many bits."""
     total = torch.zeros((*a.shape[:-1], b.shape[-1]), dtype=torch.float64)
-    for start in range(0, a.shape[-1], MMA_K):
-        terms = a[..., start : start + MMA_K, None].double() * b[..., None, start : start + MMA_K, :].double()
+    for start in range(0, a.shape[-1], at_once):
+        terms = a[..., start : start + at_once, None].double() * b[..., None, start : start + at_once, :].double()
         terms = torch.cat((terms, total[..., None, :]), dim=-2)
         top = terms.abs().amax(dim=-2, keepdim=True)
-        unit = torch.ldexp(torch.ones_like(top), _exponent(top) - arithmetic.fraction_bits)
-        total = _truncated((torch.trunc(terms / unit) * unit).sum(dim=-2), 24)
+        unit = torch.ldexp(torch.ones_like(top), _exponent(top) - fraction_bits)
+        total = _truncated((torch.trunc(terms / unit) * unit).sum(dim=-2), kept)
     return total.float()
 
 

@@ -58,11 +58,17 @@ def _split(z: Tensor, v: Tensor, kept: Tensor | None, arithmetic: Arithmetic) ->
         base = torch.where(raised > -torch.inf, raised, 0.0)
         p = exp2(part - base[..., None], arithmetic.exp2).masked_fill(part == -torch.inf, 0.0)
         scale = torch.where(m > -torch.inf, exp2(m - base, arithmetic.exp2), 0.0)
-        weights = cast(p if kept is None else p * kept[..., tile], arithmetic.p)
-        l = scale * l + (cast(p, arithmetic.p) if arithmetic.l_sums_cast_p else p).sum(dim=-1)
+        weights = _raised(p if kept is None else p * kept[..., tile], arithmetic)
+        l = scale * l + (_raised(p, arithmetic) if arithmetic.l_sums_cast_p else p).sum(dim=-1)
         o = scale[..., None] * o + product(weights, v[:, tile], arithmetic)
         m = raised
     return State(m, l, o)
+
+
+def _raised(p: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """P as it enters P V: raised by its offset, cast, and lowered again."""
+    factor = 2.0**arithmetic.p_offset
+    return cast(p * factor, arithmetic.p) / factor
 
 
 def _tiles(slots: int, arithmetic: Arithmetic) -> list[slice]:
