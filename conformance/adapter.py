@@ -58,6 +58,38 @@ class Outputs:
     path: str | None = None
 
 
+@dataclass(frozen=True)
+class Normalized:
+    """What a backend makes of raw lists, before it computes: CSR over candidate rows, `kv_indptr` [num_rows + 1] and
+    `kv_indices` [nnz] logical token or block ids; `slots` [nnz], where the backend knows them: physical slots, page *
+    page_size + offset, of the tokens (of blocks: of their first token), or None.
+    """
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a backend computed on its way, by candidate row (token, KV head), padded to the longest: S slots in the
+    order in which they were visited, in n tiles. What a backend cannot give is None.
+
+    tokens [num_rows, S]: logical position of each slot, -1 where it was masked or is padding; tiles [num_rows, S]: the
+    tile of each slot, from 0 and not falling; splits [num_rows, n]: the split of each tile; logits [num_rows, g, S]:
+    natural, after all terms (ln(count) of a repeat that is visited once), junk where masked; m, l [num_rows, g, n] and
+    o [num_rows, g, n, head_dim_vo]: the running state of the tile's split after it, m natural, o not normalised.
+    """
+
+    tokens: torch.Tensor
+    tiles: torch.Tensor
+    splits: torch.Tensor
+    logits: torch.Tensor | None = None
+    m: torch.Tensor | None = None
+    l: torch.Tensor | None = None
+    o: torch.Tensor | None = None
+
+
 class LseBase(StrEnum):
     """The base of the logarithm in a backend's lse."""
 
@@ -224,6 +256,25 @@ class Backend:
         """Bytes of workspace that the adapter asks for; 0 where it asks for none."""
         size = getattr(self.adapter, "workspace_bytes", None)
         return int(size(case)) if size else 0
+
+    @property
+    def traces(self) -> bool:
+        """Whether the adapter has `trace`."""
+        return hasattr(self.adapter, "trace")
+
+    def trace(self, case: Case) -> Trace:
+        """What it computed on its way."""
+        plan = getattr(self.adapter, "plan", None)
+        return self.adapter.trace(case, plan(case) if plan else None)  # type: ignore[no-any-return]
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the adapter has `normalize`."""
+        return hasattr(self.adapter, "normalize")
+
+    def normalize(self, case: Case) -> Normalized:
+        """What it makes of the lists."""
+        return self.adapter.normalize(case)  # type: ignore[no-any-return]
 
     def run(self, case: Case) -> Outputs:
         """Plan where the adapter plans, then run."""

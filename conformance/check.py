@@ -24,6 +24,8 @@ UNLOCKS = {
     "support": "honest refusals and fallbacks: cells that you do not serve are counted apart instead of failing",
     "workspace_bytes": "a guarded workspace, poisoned between launches",
     "plan": "work done once before `run`, handed to it",
+    "normalize": "the gate index: the lists that you make, item by item, before anything is launched",
+    "trace": "after a failure, the first logit or tile state that is wrong, named exactly",
 }
 
 

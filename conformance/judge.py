@@ -12,7 +12,7 @@ import numpy as np
 from sacts.matrices.cell import Cell
 from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Verdict
 
-from . import conventions
+from . import conventions, inspection
 from .adapter import Refused, Support
 from .build import Problem
 from .diagnosis import GATE_OF, batches, diagnose, use_of
@@ -106,6 +106,14 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
 def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet) -> Record:
     if support.status == "refused":
         return _judge_refusal(launcher, problem, support, sheet)
+    if launcher.backend.normalizes:
+        listed = inspection.normalized(launcher, problem, RANDOM.inputs(problem))
+        if listed is not None:
+            sheet.reach(listed.gate)
+            return sheet.close(Verdict.FAIL, listed.sentence, listed)
+    else:
+        sheet.gates[Gate.INDEX] = NOT_OFFERED
+    sheet.gates[Gate.LOGITS] = NOT_APPLICABLE  # of a trace, which only a failure asks for
     made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
     sheet.probes.update(_told(made))
     finding = _finding(launcher, made, sheet)

@@ -95,6 +95,10 @@ class Launcher:
         self._returns_own = own
         return observed
 
+    def case(self, problem: Problem, inputs: Inputs, hints: Hints | None = None) -> Case:
+        """The problem as this backend takes it, for what it says about a case without running it."""
+        return _Launch(self.backend, self.device, problem, inputs, hints or problem.hints, CLEAN)._case()[0]
+
 
 @contextmanager
 def _filled_memory(on: bool) -> Iterator[None]:

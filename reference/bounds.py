@@ -92,7 +92,7 @@ def expected(
     exactness = _provable(spec, exactness)
     for group in groups(spec, inputs, table, candidates):
         rows = evaluate(spec, group)
-        width, log_width, trust = _allowance(spec, group, rows, numerics, exactness)
+        width, log_width, trust = allowance(spec, group, rows, numerics, exactness)
         for total, part in (
             (out, rows.out),
             (lse, rows.lse),
@@ -187,7 +187,7 @@ def _equal_weight_error(top: Array, lse: Array, numerics: Numerics) -> Array:
     return own + (from_lse * np.abs(lse) + numerics.u_exp + 4 * U32) * numerics.splits
 
 
-def _allowance(
+def allowance(
     spec: AttentionSpec, group: Group, rows: Rows, numerics: Numerics, exactness: Exactness
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     """B' [b, r, g, d_vo] before the output rounding, the lse bound [b, r, g], and where they hold; GATES.md section 2,

@@ -38,6 +38,7 @@ class Numerics:
     merges_states: splits are merged from un-normalised (m, l, o), not from normalised outputs and their lse.
     unit_p: where all logits of a row are equal, every P is exactly 1, before and after its cast. False for an
         exponential with exp(0) != 1, and for a backend that divides P by l before the cast.
+    lag: octaves by which the running maximum may stay behind the largest logit so far; seen in traces only.
     dense: tiles walk the whole KV range, not only the slots that the candidate entries name.
 
     Of terms that not every spec has (docs/bounds.md):
@@ -62,6 +63,7 @@ class Numerics:
     merges_states: bool = False
     unit_p: bool = False
     dense: bool = False
+    lag: float = 0.0
     reconstructed: DType = DType.FP32
     rotated: DType = DType.FP32
     u_freq: float = 2.0**-19

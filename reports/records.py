@@ -41,9 +41,11 @@ class Gate(StrEnum):
     """The layers of blame, in their order: the first that fails is named, later ones are not blamed for it."""
 
     CONTRACT = "contract"
+    INDEX = "index"  # of adapters that normalize: the lists that they make
     COUNT = "count"
     ADDRESS = "address"  # the value at a key's address
     LAYOUT = "layout"
+    LOGITS = "logits"  # of adapters that trace: logits and running maxima
     LSE = "lse"
     MASS = "mass"  # numerator against denominator
     RESCALE = "rescale"  # the online softmax when its maximum rises

@@ -214,6 +214,7 @@ def one_by_one(rows: Rows) -> Rows:
         counts=torch.ones_like(names),
         key_position=of(rows.key_position),
         slot=of(rows.slot),
+        token=of(rows.token),
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from sacts.reference.forward import Inputs
 from sacts.reference.spec import Hints
@@ -15,6 +16,7 @@ from ..adapter import Refused
 from ..build import Problem
 from ..gates.intervals import judge_lse
 from ..gates.layout import LAUNCHES, judge_layout
+from ..inspection import traced
 from ..launch import CLEAN, WHOLE, AdapterRaised, ContractBroken, Launcher, Observed, Surroundings, place_of
 from ..probes.inputs import COUNT, RANDOM, Probe
 from .bisection import first_bad_tile, partners, try_split
@@ -51,7 +53,24 @@ def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Loc
     seen = first(count), first(random)
     if not (seen[0].bad.any() or seen[1].bad.any()):
         return _layout(launcher, random, seen[1], budget)
-    return _Search(Meter(launcher, budget), count, random, *seen).run()
+    found = _Search(Meter(launcher, budget), count, random, *seen).run()
+    return _by_trace(launcher, random, found) if launcher.backend.traces else found
+
+
+def _by_trace(launcher: Launcher, family: Family, found: Location) -> Location:
+    """What the backend's own trace says, before what its outputs say: where it is right, the fault comes after it."""
+    try:
+        finding = traced(launcher, family.problem, family.inputs, family.hints)
+    except (AdapterRaised, ContractBroken) as broken:
+        words = f"{found.finding.sentence}; its trace could not be read: {broken}"
+        return replace(found, finding=structs.replace(found.finding, sentence=words))
+    if finding is None:
+        words = f"{found.finding.sentence}; its trace is right in every tile: the fault comes after the last"
+        return replace(found, finding=structs.replace(found.finding, sentence=words))
+    clue = Clue(Kind.TILE, finding.sentence, finding.gate)
+    words = f"{finding.sentence}. From its outputs alone: {found.finding.sentence}"
+    told = structs.replace(finding, sentence=words, use=found.finding.use, strip=found.finding.strip)
+    return Location(told, found.row, (clue, *found.clues), found.launches + 1)
 
 
 class _Counted(Launcher):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Outputs, Support
+from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Outputs, Support, Trace
 from sacts.reference.spec import AttentionSpec, DType
 
 from .arithmetic import Arithmetic
 from .forward import forward
 from .rows import by_token, rows_of
+from .trace import trace
 
 
 class Adapter:
@@ -30,9 +31,15 @@ class Adapter:
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
         """Forward of all rows at once."""
-        arithmetic = self.arithmetic[case.spec.dtype]
-        arithmetic = replace(arithmetic, splits=max(arithmetic.splits, case.hints.num_splits))
-        out, lse = forward(case.spec, rows_of(case), arithmetic)
+        out, lse = forward(case.spec, rows_of(case), self._arithmetic(case))
         case.out.copy_(by_token(case.spec, out))
         case.lse.copy_(by_token(case.spec, lse))
         return Outputs(case.out, case.lse, path=str(NATIVE))
+
+    def trace(self, case: Case, plan: Any = None) -> Trace:
+        """Logits and running states of all rows."""
+        return trace(case.spec, rows_of(case), self._arithmetic(case))
+
+    def _arithmetic(self, case: Case) -> Arithmetic:
+        arithmetic = self.arithmetic[case.spec.dtype]
+        return replace(arithmetic, splits=max(arithmetic.splits, case.hints.num_splits))

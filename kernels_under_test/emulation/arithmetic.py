@@ -73,6 +73,7 @@ class Arithmetic:
             u_operand=2.0**-11 if self.tf32 else 0.0,
             l_sums_cast_p=self.l_sums_cast_p,
             min_tile=self.tile,
+            lag=self.lag,
             splits=self.splits > 1,
             merges_states=not self.merge_outputs,
             unit_p=True,

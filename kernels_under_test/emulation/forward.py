@@ -28,8 +28,8 @@ def forward(
     z = logits(spec, rows, arithmetic).z * LOG2E
     kept = keep_factor(spec, rows)
     states = [
-        _split(z[..., part], rows.v[:, part], None if kept is None else kept[..., part], arithmetic)
-        for part in _parts(z.shape[-1], arithmetic)
+        split_state(z[..., part], rows.v[:, part], None if kept is None else kept[..., part], arithmetic)
+        for part in parts_of(z.shape[-1], arithmetic)
     ]
     state = _merged(states, arithmetic) if len(states) > 1 else states[0]
     if spec.sink_logits:
@@ -41,17 +41,22 @@ def forward(
     return cast(epilogue(spec, out, gate), arithmetic.out), lse
 
 
-def _parts(slots: int, arithmetic: Arithmetic) -> list[slice]:
+def parts_of(slots: int, arithmetic: Arithmetic) -> list[slice]:
+    """The slots of each split: whole tiles."""
     tiles = -(-slots // arithmetic.tile)
     length = max(1, -(-tiles // arithmetic.splits)) * arithmetic.tile
     return [slice(start, start + length) for start in range(0, max(slots, 1), length)]
 
 
-def _split(z: Tensor, v: Tensor, kept: Tensor | None, arithmetic: Arithmetic) -> State:
-    """Online softmax over the tiles of one split; a tile without an edge is skipped, row by row."""
+def split_state(
+    z: Tensor, v: Tensor, kept: Tensor | None, arithmetic: Arithmetic, seen: list[State] | None = None
+) -> State:
+    """Online softmax over the tiles of one split; a tile without an edge is skipped, row by row. `seen` takes the
+    running state after each tile.
+    """
     m = torch.full(z.shape[:-1], -torch.inf)
     l, o = torch.zeros_like(m), torch.zeros((*m.shape, v.shape[-1]))
-    for tile in _tiles(z.shape[-1], arithmetic):
+    for tile in tiles_of(z.shape[-1], arithmetic):
         part = z[..., tile]
         top = part.amax(dim=-1)
         raised = torch.where(top > m + arithmetic.lag, top, m)
@@ -62,6 +67,8 @@ def _split(z: Tensor, v: Tensor, kept: Tensor | None, arithmetic: Arithmetic) ->
         l = scale * l + (_raised(p, arithmetic) if arithmetic.l_sums_cast_p else p).sum(dim=-1)
         o = scale[..., None] * o + product(weights, v[:, tile], arithmetic)
         m = raised
+        if seen is not None:
+            seen.append(State(m, l, o))
     return State(m, l, o)
 
 
@@ -71,7 +78,8 @@ def _raised(p: Tensor, arithmetic: Arithmetic) -> Tensor:
     return cast(p * factor, arithmetic.p) / factor
 
 
-def _tiles(slots: int, arithmetic: Arithmetic) -> list[slice]:
+def tiles_of(slots: int, arithmetic: Arithmetic) -> list[slice]:
+    """The tiles of a split, in the order in which it visits them."""
     starts = list(range(0, slots, arithmetic.tile))
     if arithmetic.order:
         order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(arithmetic.order))

@@ -51,6 +51,7 @@ def rows_of(case: Case, k: Coded | None = None, v: Coded | None = None, reconstr
         qo_head=head[:, None] * spec.group_size + torch.arange(spec.group_size),
         uid=uids[request],
         slot=(page * spec.page_size + offset) * spec.num_kv_heads + head[:, None],
+        token=t,
     )
 
 

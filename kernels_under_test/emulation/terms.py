@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
     q [R, g, d_qk]; k [R, K, d_qk] and v [R, K, d_vo] (zero where no edge), FP32; edge [R, K]; counts [R, K];
     key_position [R, K] and query_position [R]: of RoPE and bias; dropout_query [R]: logical position; qo_head [R, g];
-    uid [R]; slot [R, K]: where the key lies among the physical slots of its KV head.
+    uid [R]; slot [R, K]: where the key lies among the physical slots of its KV head; token [R, K]: logical position.
     """
 
     q: Tensor
@@ -36,6 +36,7 @@ class Rows(NamedTuple):
     qo_head: Tensor
     uid: Tensor
     slot: Tensor
+    token: Tensor
 
 
 def turned(x: Tensor, position: Tensor, rope: RoPE, sign: int = 1) -> Tensor:

@@ -56,7 +56,7 @@ def _kept(rows: Rows, keep: Tensor) -> Rows:
 
 def _slots(rows: Rows, at: Tensor) -> Rows:
     """The slots `at`, in this order."""
-    fields = ("k", "v", "edge", "counts", "key_position", "slot")
+    fields = ("k", "v", "edge", "counts", "key_position", "slot", "token")
     return rows._replace(**{name: getattr(rows, name)[:, at] for name in fields})
 
 

@@ -19,6 +19,7 @@ from sacts.conformance.adapter import (
     Case,
     Consumes,
     Determinism,
+    Normalized,
     Outputs,
     Refused,
     Support,
@@ -96,6 +97,11 @@ class Adapter:
             token_request=torch.tensor(spec.token_request, dtype=torch.int32, device=device),
             token_position=torch.tensor(spec.token_position, dtype=torch.int32, device=device),
         )
+
+    def normalize(self, case: Case) -> Normalized:
+        """The lists of `plan`."""
+        plan = self.plan(case)
+        return Normalized(plan.kv_indptr, plan.kv_indices)
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """Launch the attention kernel, and the merge kernel where rows are split. Raises Refused as declared."""
