@@ -24,6 +24,7 @@ UNLOCKS = {
     "support": "honest refusals and fallbacks: cells that you do not serve are counted apart instead of failing",
     "workspace_bytes": "a guarded workspace, poisoned between launches",
     "plan": "work done once before `run`, handed to it",
+    "backward": "gradients, judged element by element, located and measured",
 }
 
 

@@ -106,7 +106,7 @@ _ANSWERS: dict[type, Callable[..., Described | Measured | Located]] = {
     Measure: Measured,
     Locate: Located,
 }
-OPTIONAL_MEMBERS = ("capabilities", "support", "workspace_bytes", "plan")
+OPTIONAL_MEMBERS = ("capabilities", "support", "workspace_bytes", "plan", "backward")
 
 
 def device_is_sound(device: str) -> bool:
