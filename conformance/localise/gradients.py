@@ -18,6 +18,7 @@ from ..backward_launch import ObservedGradients, call_of, launch_backward
 from ..gates.gradients import bounds_of, uses
 from ..launch import AdapterRaised, ContractBroken, Launcher
 from ..probes.gradients import Edges, GradientCopy, attended_edges, is_plain
+from .deltas import NEAR, another_row, called, deltas, wrong_delta
 from .launches import BUDGET, BudgetSpent
 
 Array = NDArray[np.float64]
@@ -25,7 +26,6 @@ Ints = NDArray[np.int64]
 Rows = list[tuple[int, int]]
 
 CUT_AGAIN = 8  # wrong parts of a row's keys that are looked at more closely
-NEAR = 0.02  # a factor is named where the rest lies within this part of the vector
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _of_key(meter: _Meter, observed: ObservedGradients, output: str, element: tu
         names = f"{_row_name(copy, tried[0])} to {_row_name(copy, tried[-1])}"
         words = f": the rows {names} are each right alone and wrong together: the sum of {len(tried)} rows is wrong"
         return _Blame(words, None, slot)
-    return _Blame(_of_edge(part, seen, output, slot, tried[0]), tried[0], slot)
+    return _Blame(_of_edge(meter, part, seen, output, slot, tried[0]), tried[0], slot)
 
 
 def _attending(copy: GradientCopy, slot: tuple[int, int, int]) -> Rows:
@@ -218,7 +218,12 @@ def _if_wrong(
 
 
 def _of_edge(
-    part: GradientCopy, seen: ObservedGradients, output: str, slot: tuple[int, int, int], row: tuple[int, int]
+    meter: _Meter,
+    part: GradientCopy,
+    seen: ObservedGradients,
+    output: str,
+    slot: tuple[int, int, int],
+    row: tuple[int, int],
 ) -> str:
     """What one row does to a slot, as against what it should; `part` has d_out of this row alone."""
     right, found = part.bounds.allowed[output], getattr(seen, output)
@@ -226,7 +231,7 @@ def _of_edge(
     channel = int(np.abs(right.value[slot]).argmax())
     own = f"its own contribution to channel {channel} is {right.value[slot][channel]:.4g}"
     keys = np.asarray((right.value != 0).any(axis=-1) | many)
-    if many.sum() > 1 and many[keys].mean() > 0.5 and (words := _of_row(part, seen, output, row, keys)):
+    if many.sum() > 1 and many[keys].mean() > 0.5 and (words := _of_row(meter, part, seen, output, row, keys)):
         return f": {words}"
     factor, rest = _factor(found[slot], right.value[slot])
     if not np.isfinite(found[slot]).all():
@@ -246,7 +251,12 @@ def _of_edge(
 
 
 def _of_row(
-    part: GradientCopy, seen: ObservedGradients, output: str, row: tuple[int, int], keys: NDArray[np.bool_]
+    meter: _Meter,
+    part: GradientCopy,
+    seen: ObservedGradients,
+    output: str,
+    row: tuple[int, int],
+    keys: NDArray[np.bool_],
 ) -> str:
     """What is wrong with all edges of a row alike: one factor, or (d_k) D."""
     right, found = part.bounds.allowed[output].value[keys], getattr(seen, output)[keys]
@@ -258,32 +268,24 @@ def _of_row(
         return f"{name} counts {factor:.4g} times"
     if output != "d_k" or not is_plain(part.problem.spec):
         return ""
-    edge = attended_edges(part.problem, part.inputs, part.call)
-    return _of_delta(part, seen, edge, row)
+    return _of_delta(meter, part, seen, row)
 
 
-def _of_delta(part: GradientCopy, seen: ObservedGradients, edge: Edges, row: tuple[int, int]) -> str:
-    """dS_j - right = P_j c with one c for all keys: it is D, or d_lse, that is wrong."""
-    spec, (token, head) = part.problem.spec, row
-    mine = np.flatnonzero((edge.token == token) & (edge.head == head // spec.group_size))
-    at = mine, np.full(len(mine), head % spec.group_size)
-    q = part.inputs.q[token, head]
-    d_s = seen.d_k[tuple(x[mine] for x in edge.slot)] @ q / (spec.sm_scale * (q @ q))
-    p, off = edge.p[at], d_s - edge.d_s[at]
-    by = float(p @ off / (p @ p))
-    if not np.linalg.norm(off - by * p) < 5 * NEAR * np.linalg.norm(off):
+def _of_delta(meter: _Meter, part: GradientCopy, seen: ObservedGradients, row: tuple[int, int]) -> str:
+    """dS_j - right = P_j c with one c for all keys: it is D, or d_lse, that is wrong. What c is called must hold for
+    another row too.
+    """
+    by = wrong_delta(part, seen, row)
+    if by is None:
         return ""
-    d_lse = float(part.call.d_lse[row])
-    delta = float(part.call.d_out[row] @ part.call.out[row])
-    name = _row_name(part, row)
-    for value, words in (
-        (delta, "D is not subtracted"),
-        (-delta, "D is subtracted twice"),
-        (-d_lse, "d_lse is not added"),
-        (-2 * d_lse, "d_lse is subtracted"),
-    ):
-        if abs(by - value) < NEAR / 2 * abs(value):
-            return f"in every edge of {name} {words} (D is {delta:.4g}, d_lse {d_lse:.4g})"
+    said = called(part, row, by)
+    if said and (other := another_row(part, row)):
+        again = meter.only([other])
+        more = wrong_delta(again, meter(again), other)
+        said &= called(again, other, more) if more is not None else set()
+    name, (delta, d_lse) = _row_name(part, row), deltas(part, row)
+    if said:
+        return f"in every edge of {name} {' and '.join(sorted(said))} (D is {delta:.4g}, d_lse {d_lse:.4g})"
     return f"in every edge of {name} dS is off by {by:.4g} P, as with D {delta - by:.4g} instead of {delta:.4g}"
 
 

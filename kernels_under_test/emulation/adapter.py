@@ -11,7 +11,7 @@ from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Grad
 from sacts.reference.spec import AttentionSpec, DType
 
 from . import backward as model
-from .arithmetic import Arithmetic, cast
+from .arithmetic import Arithmetic
 from .forward import forward
 from .rows import by_token, rows_of
 
@@ -52,11 +52,11 @@ class Adapter:
         found = model.backward(spec, rows, model.Saved(out, lse), d_o, d_l, arithmetic)
         made = case.gradients
         assert made is not None
-        made.d_q.copy_(cast(by_token(spec, found.d_q), arithmetic.out))
+        made.d_q.copy_(by_token(spec, found.d_q))
         slots, slot = rows.slot.unique(return_inverse=True)
         for cache, d in ((made.d_k, found.d_k), (made.d_v, found.d_v)):
             total = model.scattered(d, slot, len(slots), arithmetic.order)
-            cache.view(-1, d.shape[-1])[slots] = cast(total, arithmetic.out).to(cache.dtype)
+            cache.view(-1, d.shape[-1])[slots] = total.to(cache.dtype)
         if made.d_sink is not None:
             made.d_sink.copy_(by_token(spec, found.d_sink).sum(dim=0))
         return made
