@@ -17,8 +17,9 @@ from .batch import join, join_inputs, live_pages
 from .build import Problem
 from .gates.gradients import unbounded, uses
 from .gates.layout import poison, poisoned, surroundings
-from .launch import ContractBroken, Launcher
+from .launch import WHOLE, ContractBroken, Launcher
 from .localise.gradients import element_name, locate_gradient
+from .localise.launches import BUDGET
 from .probes.gradients import PROBES, GradientCopy, copies
 
 SEPARATE = "span"  # caches of such strides are so large that each copy is launched by itself
@@ -29,16 +30,17 @@ PASS, FAIL, NOT_OFFERED, UNTRUSTED, NOT_APPLICABLE = "pass", "fail", "not offere
 @dataclass(frozen=True)
 class GradientVerdict:
     """What the layer said: `pass`, `fail`, `not offered` or `untrusted` (no element has a bound that rejects zeros);
-    the finding of a failure; the largest observed / allowed; what each probe did.
+    the finding of a failure; the largest observed / allowed; what each probe did; launches spent on naming the edge.
     """
 
     said: str
     finding: Finding | None = None
     use: float | None = None
     probes: dict[str, ProbeResult] = field(default_factory=dict)
+    launches: int = 0
 
 
-def judge_gradients(launcher: Launcher, problem: Problem) -> GradientVerdict:
+def judge_gradients(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> GradientVerdict:
     """Requirement: every element of d_q, d_k, d_v and d_sink lies in its interval, whatever stands where no row
     attends; slots that no row attends have gradient exactly 0. Raises what a launch raises.
     """
@@ -51,8 +53,8 @@ def judge_gradients(launcher: Launcher, problem: Problem) -> GradientVerdict:
     probes = {name: _told(name, made, use) for name in PROBES}
     suspects = [copy for copy, of in zip(made, use, strict=True) if any((each > 1).any() for each in of.values())]
     if suspects:
-        finding = _diagnosed(launcher, suspects, made)
-        return GradientVerdict(FAIL, finding, finding.use, probes)
+        finding, launches = _diagnosed(launcher, suspects, made, budget)
+        return GradientVerdict(FAIL, finding, finding.use, probes, launches)
     weak = len(made[0].margin["gradients"]) and not (made[0].margin["gradients"] > 1).any()
     return GradientVerdict(UNTRUSTED if weak else PASS, None, largest, probes)
 
@@ -104,20 +106,24 @@ def _joined(made: Sequence[GradientCopy]) -> Call:
     return Call(d_out, d_lse, out, lse, errors)
 
 
-def _diagnosed(launcher: Launcher, suspects: Sequence[GradientCopy], made: Sequence[GradientCopy]) -> Finding:
-    """Each suspect alone: clean, then poisoned; what fails in neither fails in company only."""
+def _diagnosed(
+    launcher: Launcher, suspects: Sequence[GradientCopy], made: Sequence[GradientCopy], budget: int
+) -> tuple[Finding, int]:
+    """Each suspect alone: clean, then poisoned; what fails in neither fails in company only. And how many launches were
+    spent on the edge.
+    """
     for copy in suspects:
         alone = launch_backward(launcher, copy.problem, copy.inputs, copy.call)
-        if located := locate_gradient(launcher, copy, alone):
-            return located.finding
+        if located := locate_gradient(launcher, copy, alone, budget=budget):
+            return located.finding, located.launches
     for copy in suspects:
         if finding := _worst(copy, _poisoned(launcher, copy.problem, [copy])[0]):
             words = f"{finding.sentence}, only where poison stands in slots that no row attends"
-            return Finding(Gate.GRADIENTS, finding.place, words, use=finding.use)
+            return Finding(Gate.GRADIENTS, finding.place, words, use=finding.use), 0
     words = (
         f"gradients leave their bounds only in the company of {sum(c.problem.spec.num_requests for c in made)} requests"
     )
-    return Finding(Gate.GRADIENTS, "the whole launch", words)
+    return Finding(Gate.GRADIENTS, WHOLE, words), 0
 
 
 def _worst(copy: GradientCopy, observed: ObservedGradients) -> Finding | None:

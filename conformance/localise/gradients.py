@@ -262,7 +262,7 @@ def _of_row(
     right, found = part.bounds.allowed[output].value[keys], getattr(seen, output)[keys]
     factor, rest = _factor(found, right)
     name = f"every edge of {_row_name(part, row)}"
-    if rest < NEAR and abs(factor - 1) > NEAR / 10:
+    if rest < min(NEAR, abs(factor - 1) / 4):
         if output == "d_v" and factor > 0:
             return f"{name} counts {factor:.4g} times: P is e^{np.log(factor):.3g} times as large, as with another lse"
         return f"{name} counts {factor:.4g} times"
@@ -322,7 +322,7 @@ def _of_query(meter: _Meter, observed: ObservedGradients, output: str, element: 
     copy, row = meter.copy, (element[0], element[1])
     right, found = copy.bounds.allowed["d_q"].value[row], observed.d_q[row]
     factor, rest = _factor(found, right)
-    if rest < NEAR and abs(factor - 1) > NEAR / 10:
+    if rest < min(NEAR, abs(factor - 1) / 4):
         return _Blame(f": d_q of {_row_name(copy, row)} is {factor:.4g} times as large as it should be", row)
     if _turned(copy, found, right):
         return _Blame(
