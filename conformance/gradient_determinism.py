@@ -22,7 +22,7 @@ from .conventions import problem_for
 from .determinism import LEVELS, SPLITS, Measurement, busy, promised
 from .gates.gradients import Bounds, bounds_of
 from .launch import Launcher, place_of
-from .probes.gradients import GradientCopy, copies
+from .probes.gradients import GradientCopy, random_copy
 from .relations import Variant
 
 Array = NDArray[np.float64]
@@ -70,7 +70,7 @@ def digests(launcher: Launcher, cell: Cell, replicate: int) -> dict[str, str]:
 
 
 def _first(launcher: Launcher, cell: Cell, replicate: int) -> tuple[GradientCopy, ObservedGradients]:
-    copy = copies(problem_for(cell, replicate, launcher.backend.capabilities), launcher.backend)[0]
+    copy = random_copy(problem_for(cell, replicate, launcher.backend.capabilities), launcher.backend)
     return copy, launch_backward(launcher, copy.problem, copy.inputs, copy.call)
 
 

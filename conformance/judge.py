@@ -111,6 +111,8 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
     sheet.probes.update(_told(made))
     finding = _finding(launcher, made, sheet)
     if finding is None:
+        if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
+            sheet.gates[Gate.MERGE] = NOT_APPLICABLE
         finding = _of_gradients(launcher, problem, sheet)
     if finding is not None:
         sheet.reach(finding.gate)
@@ -118,8 +120,6 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
             sheet.use[finding.gate] = finding.use
         return sheet.close(Verdict.FAIL, finding.sentence, finding)
     sheet.reach(None)
-    if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
-        sheet.gates[Gate.MERGE] = NOT_APPLICABLE
     if sheet.gates[Gate.GRADIENTS] == Verdict.UNTRUSTED:
         return sheet.close(Verdict.UNTRUSTED, "no gradient of this case has a bound that would reject zeros")
     if not _could_have_failed(made):
@@ -165,7 +165,11 @@ def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding
 
 def _of_gradients(launcher: Launcher, problem: Problem, sheet: _Sheet) -> Finding | None:
     """The layer behind all others: what backward says, where the backend has one."""
-    found = judge_gradients(launcher, problem)
+    try:
+        found = judge_gradients(launcher, problem)
+    except Refused as refusal:
+        words = f"backward refused ({refusal}), but support declared {sheet.record.status}"
+        raise ContractBroken(words, "support") from refusal
     sheet.gates[Gate.GRADIENTS] = found.said
     sheet.probes.update(found.probes)
     if found.use is not None:

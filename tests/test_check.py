@@ -40,7 +40,7 @@ def test_a_right_declaration_is_accepted_and_what_is_missing_is_said() -> None:
         result = check(worker)
     assert result.accepted
     assert result.observed is None
-    assert result.missing == ("workspace_bytes", "plan")
+    assert result.missing == ("workspace_bytes", "plan", "backward")
     assert set(UNLOCKS) == set(OPTIONAL_MEMBERS)
 
 

@@ -1,11 +1,16 @@
 """The gate of gradients: a right backward passes on every kind of cell, each seeded fault fails there and is named, and
 each breach of the contract of backward is named.
+
+`SACTS_GRADIENTS=20 pytest -s tests/test_gradient_gate.py -k campaign` judges so many replicates of every smoke cell
+under every arithmetic, and prints the largest observed / allowed of each probe.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -27,11 +32,13 @@ from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.kernels_under_test.emulation.arithmetic import Arithmetic
 from sacts.kernels_under_test.faults import ModelFault, model_catalogue, patched
 from sacts.kernels_under_test.sdpa import Adapter as Dense
+from sacts.matrices import tiers
 from sacts.matrices.cell import parse
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import DType
 from sacts.reports.records import Gate, Record, Verdict, decode, encode
 
+REPLICATES = int(os.environ.get("SACTS_GRADIENTS", "0"))
 GRADIENTS = {"d_q", "d_k", "d_v", "d_sink"}
 FAULTS = [fault for fault in model_catalogue().values() if set(fault.outputs) <= GRADIENTS]
 RAGGED = "prefill/{}/kv:150+45/q:5+3/dim:32/map:shared/causal:bottom_right"
@@ -120,6 +127,22 @@ def test_a_right_backward_passes_whatever_the_cell(adapter: type, cell: str) -> 
     assert found.probes["gradients"].said == "judged"
 
 
+@pytest.mark.skipif(not REPLICATES, reason="a campaign: SACTS_GRADIENTS=20")
+@pytest.mark.parametrize("how", ARITHMETICS.values(), ids=ARITHMETICS)
+def test_no_cell_of_a_campaign_raises_an_alarm(how: dict[str, Any]) -> None:
+    launcher, largest, said, alarms = Launcher(Backend(emulation(how)), "cpu"), dict[str, float](), Counter[str](), []
+    for replicate in range(REPLICATES):
+        for cell in tiers.load(tiers.path_of("smoke")):
+            found = judge_gradients(launcher, build(cell, replicate))
+            said[found.said] += 1
+            if found.finding:
+                alarms.append(f"{cell.id}, replicate {replicate}: {found.finding.sentence}")
+            for name, probe in found.probes.items():
+                largest[name] = max(largest.get(name, 0.0), probe.use)
+    print(f"\n{dict(said)}, largest observed / allowed {largest}")
+    assert not alarms, alarms[:3]
+
+
 class OtherConventions(Adapter):
     """The model behind pages of another order, an lse of base 2 and FP32 gradients."""
 
@@ -175,6 +198,15 @@ def test_a_seeded_fault_of_backward_fails_at_the_gate_of_gradients_and_is_named(
     assert found.finding.gate is Gate.GRADIENTS
     assert found.finding.place.split(" ")[0] in fault.outputs
     assert re.search(PLACES[fault.name], found.finding.sentence), found.finding.sentence
+
+
+def test_what_lies_before_the_gradients_is_not_blamed_for_them() -> None:
+    record = judged(adapter_of("delta_missing")(), "decode/bf16/kv:60/dim:32")
+    assert {gate for gate, said in record.gates.items() if said == "fail"} == {Gate.GRADIENTS}
+    assert (record.gates[Gate.COUNT], record.gates[Gate.MERGE]) == ("pass", "not applicable")
+    assert record.use[Gate.GRADIENTS] > 1
+    spoilt = judged(adapter_of("dropout_by_place_in_the_batch")(), "decode/bf16/kv:60/dim:32")
+    assert spoilt.gates[Gate.GRADIENTS] == "pass"  # a fault of dropout alone: no cell asks for it
 
 
 def test_the_audit_finds_every_plain_fault_caught_and_named_in_cells() -> None:
@@ -320,7 +352,7 @@ def fall(case: Case, found: Gradients) -> Gradients:
 def test_a_backward_that_refuses_or_raises_says_so() -> None:
     refused = judged(Bent(refuse), CELL)
     assert (refused.verdict, refused.finding and refused.finding.gate) == (Verdict.FAIL, Gate.CONTRACT)
-    assert "refused (no backward for head_dim 32), but support declared native" in refused.sentence
+    assert refused.sentence == "backward refused (no backward for head_dim 32), but support declared native"
     raised = judged(Bent(fall), CELL)
     assert raised.verdict is Verdict.ERROR
     assert raised.sentence.startswith("backward(case) raised IndexError: out of range")

@@ -37,7 +37,7 @@ CELLS = (
     "decode/bf16/kv:150+9+33/dim:32",
     "prefill/fp16/kv:90+45/q:7+4/dim:32/map:shared/causal:bottom_right",
     "prefill/fp32/kv:200/q:12/heads:8-2/dim:32/block:16/pattern:all/causal:bottom_right",
-    "decode/bf16/kv:700/heads:4-1/dim:64/pattern:all" if SEEDS else "decode/bf16/kv:300/heads:4-1/dim:32/pattern:all",
+    "decode/bf16/kv:700/heads:4-1/pattern:all" if SEEDS else "decode/bf16/kv:300/heads:4-1/dim:32/pattern:all",
 )
 SHOWN = "prefill/fp16/kv:90+45/q:7+4/dim:32/causal:bottom_right"
 SENTENCE = (

@@ -5,7 +5,7 @@ A witness needs the plain row: no term of the logit but sm_scale * q.k.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -68,16 +68,34 @@ class Edges:
 
 def copies(problem: Problem, backend: Backend) -> list[GradientCopy]:
     """The random copy of all requests; where the row is plain, the value witness of all, and two of one last query."""
-    made = [_random(problem, backend)]
-    if is_plain(problem.spec) and problem.needed.any():
+    made = [random_copy(problem, backend)]
+    if _has_witnesses(problem):
         made.append(_value(problem, backend))
-        for request in busiest(problem)[:1]:
-            alone = last_query(problem, request, "backward")
-            paired, of = _whole_powers(alone), f"the last query of request {request}"
+        for request, alone, paired in _last_queries(problem):
+            of = f"the last query of request {request}"
             made.append(replace(_const(alone, backend), of=of))
             if _in_quadruples(paired):
                 made.append(replace(_null(paired, backend), of=of))
     return made
+
+
+def carried(problem: Problem) -> set[str]:
+    """The probes of `copies`."""
+    found = {"gradients"} | ({"bw_value", "bw_dk"} if _has_witnesses(problem) else set())
+    for _, _, paired in _last_queries(problem) if _has_witnesses(problem) else ():
+        found |= {"bw_const", *(["bw_null"] if _in_quadruples(paired) else [])}
+    return found
+
+
+def _has_witnesses(problem: Problem) -> bool:
+    return is_plain(problem.spec) and bool(problem.needed.any())
+
+
+def _last_queries(problem: Problem) -> Iterator[tuple[int, Problem, Problem]]:
+    """The request whose last query attends most, that query alone, and the same with 2^m edges where possible."""
+    for request in busiest(problem)[:1]:
+        alone = last_query(problem, request, "backward")
+        yield request, alone, _whole_powers(alone)
 
 
 def is_plain(spec: AttentionSpec) -> bool:
@@ -92,7 +110,8 @@ def _rows(spec: AttentionSpec, dim: int | None = None) -> tuple[int, ...]:
     return (spec.num_tokens, spec.num_qo_heads) if dim is None else (spec.num_tokens, spec.num_qo_heads, dim)
 
 
-def _random(problem: Problem, backend: Backend) -> GradientCopy:
+def random_copy(problem: Problem, backend: Backend) -> GradientCopy:
+    """All requests with the cell's numeric family, d_out and d_lse normal."""
     spec, draw, inputs = problem.spec, problem.draw("gradients"), RANDOM.inputs(problem)
     d_out = round_to(draw.normal(_rows(spec, spec.head_dim_vo)), spec.dtype)
     d_lse = round_to(draw.normal(_rows(spec)), DType.FP32)
