@@ -18,7 +18,8 @@ from .build import Problem
 from .gates.gradients import unbounded, uses
 from .gates.layout import poison, poisoned, surroundings
 from .launch import WHOLE, ContractBroken, Launcher
-from .localise.gradients import element_name, locate_gradient
+from .localise.gradient_names import element_name
+from .localise.gradients import locate_gradient
 from .localise.launches import BUDGET
 from .probes.gradients import PROBES, GradientCopy, copies
 

@@ -218,6 +218,67 @@ def test_the_audit_finds_every_plain_fault_caught_and_named_in_cells() -> None:
     assert [outcome.fault.name for outcome in outcomes if not outcome.caught] == []
 
 
+class Fed(Adapter):
+    """The model fed something else than it should read, or with its gradients changed."""
+
+    def __init__(
+        self,
+        feed: Callable[[Saved, Any, Any], tuple[Saved, Any, Any]] = lambda *given: given,
+        bend: Callable[[Case, Gradients], Gradients] = lambda case, found: found,
+    ) -> None:
+        super().__init__()
+        self.feed, self.bend = feed, bend
+
+    def backward(self, case: Case, saved: Saved, d_out: Any, d_lse: Any = None, plan: Any = None) -> Gradients:
+        return self.bend(case, super().backward(case, *self.feed(saved, d_out, d_lse)))
+
+
+def lost_query(saved: Saved, d_out: Any, d_lse: Any) -> tuple[Saved, Any, Any]:
+    d_out, d_lse = d_out.clone(), d_lse.clone()
+    d_out[3], d_lse[3] = 0.0, 0.0
+    return saved, d_out, d_lse
+
+
+def swapped_rows(case: Case, found: Gradients) -> Gradients:
+    page = int(case.page_table[0, 0])
+    found.d_k[page, [2, 5]] = found.d_k[page, [5, 2]].clone()
+    return found
+
+
+def less(case: Case, found: Gradients) -> Gradients:
+    found.d_k.mul_(0.99)
+    return found
+
+
+# The faults of GATES.md section 5 that the catalogue does not hold, in the words that name them.
+OTHERS: dict[str, tuple[Fed, str]] = {
+    "a query is lost": (Fed(lost_query), rf"d_v {KEY}: every edge of request 0, query 3, head \d counts 0 times"),
+    "lse of the row before": (
+        Fed(lambda saved, d_out, d_lse: (replace(saved, lse=saved.lse.roll(1, 0)), d_out, d_lse)),
+        rf"d_v {KEY}: every edge of {ROW} counts .* times: P is e\^.* times as large, as with another lse",
+    ),
+    "lse without a split": (
+        Fed(lambda saved, d_out, d_lse: (replace(saved, lse=saved.lse - 0.3), d_out, d_lse)),
+        rf"d_v {KEY}: every edge of {ROW} counts 1\.3\d+ times: P is e\^0\.\d+ times as large",
+    ),
+    "D of another head": (
+        Fed(lambda saved, d_out, d_lse: (replace(saved, out=saved.out.roll(1, 1)), d_out, d_lse)),
+        rf"d_k {KEY}: in every edge of {ROW} dS is off by .* P, as with D .* instead of ",
+    ),
+    "two keys exchanged": (Fed(bend=swapped_rows), r"what belongs (to|here stands at) request 0, token [25] at"),
+    "d_k 1 % too small": (Fed(bend=less), rf"d_k {KEY}: (every|the) edge of {ROW} counts 0\.9[89]\d* times"),
+}
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_fault_of_the_detection_table_is_caught_and_named(name: str, dtype: DType) -> None:
+    adapter, words = OTHERS[name]
+    found = verdict_of(adapter, f"prefill/{dtype}/kv:150+45/q:5+3/dim:32/causal:bottom_right")
+    assert found.finding is not None
+    assert re.search(words, found.finding.sentence), found.finding.sentence
+
+
 class Catalogued:
     """A fault of the model as the audit reads one."""
 

@@ -19,6 +19,7 @@ from ..gates.gradients import bounds_of, uses
 from ..launch import AdapterRaised, ContractBroken, Launcher
 from ..probes.gradients import Edges, GradientCopy, attended_edges, is_plain
 from .deltas import NEAR, another_row, called, deltas, wrong_delta
+from .gradient_names import element_name, row_name, slot_name
 from .launches import BUDGET, BudgetSpent
 
 Array = NDArray[np.float64]
@@ -106,27 +107,6 @@ def locate_gradient(
     return GradientLocation(finding, output, element, blame.row, blame.slot, meter.launches)
 
 
-def element_name(copy: GradientCopy, output: str, element: tuple[int, ...]) -> str:
-    """An element in the field's words."""
-    if output == "d_sink":
-        return f"query head {element[0]}"
-    if output == "d_q":
-        token, head, channel = element
-        row = copy.problem.spec.row(token * copy.problem.spec.num_kv_heads)
-        return f"request {row.request}, query {row.query}, head {head}, channel {channel}"
-    return f"{_slot_name(copy, element[:3])}, KV head {element[2]}, channel {element[3]}"
-
-
-def _slot_name(copy: GradientCopy, slot: tuple[int, ...]) -> str:
-    problem, (page, offset) = copy.problem, slot[:2]
-    owner, position = int(problem.slot_request[page, offset]), int(problem.slot_token[page, offset])
-    where = f"physical page {int(problem.pages[page])} offset {offset}"
-    if not problem.needed[tuple(slot[:3])]:
-        who = "no request's page" if owner < 0 else f"request {owner}, token {position}"
-        return f"{where}, which no row attends: {who}"
-    return f"request {owner}, token {position} at {where}"
-
-
 # --- d_k and d_v: which row
 
 
@@ -135,14 +115,15 @@ def _of_key(meter: _Meter, observed: ObservedGradients, output: str, element: tu
     slot = (element[0], element[1], element[2])
     rows = _attending(copy, slot)
     if not rows:
-        return _Blame(": no row attends this slot", None, slot)
+        moved = _moved(copy, observed, output, slot)
+        return _Blame(f": no row attends this slot{moved}", None, slot)
     suspect = _suspect(meter, observed, output, slot, rows)
     tried = [suspect] if suspect else rows
     seen, part = observed, copy
     if len(rows) > 1:
         tried, seen, part = _halved(meter, output, slot, rows, tried)
     if len(tried) > 1:
-        names = f"{_row_name(copy, tried[0])} to {_row_name(copy, tried[-1])}"
+        names = f"{row_name(copy, tried[0])} to {row_name(copy, tried[-1])}"
         words = f": the rows {names} are each right alone and wrong together: the sum of {len(tried)} rows is wrong"
         return _Blame(words, None, slot)
     return _Blame(_of_edge(meter, part, seen, output, slot, tried[0]), tried[0], slot)
@@ -227,7 +208,7 @@ def _of_edge(
 ) -> str:
     """What one row does to a slot, as against what it should; `part` has d_out of this row alone."""
     right, found = part.bounds.allowed[output], getattr(seen, output)
-    name, many = _row_name(part, row), np.asarray((uses(part.bounds, seen)[output] > 1).any(axis=-1))
+    name, many = row_name(part, row), np.asarray((uses(part.bounds, seen)[output] > 1).any(axis=-1))
     channel = int(np.abs(right.value[slot]).argmax())
     own = f"its own contribution to channel {channel} is {right.value[slot][channel]:.4g}"
     keys = np.asarray((right.value != 0).any(axis=-1) | many)
@@ -242,12 +223,31 @@ def _of_edge(
     if _turned(part, found[slot], right.value[slot]):
         return f": the edge of {name} is turned by a wrong angle, each pair of channels by itself ({own})"
     if (np.abs(found[slot]) <= part.bounds.noticed(output)[slot] * NEAR).all() or abs(factor) < NEAR > rest:
-        return f": the edge of {name} is missing ({own})"
+        return f": the edge of {name} is missing ({own}){_moved(part, seen, output, slot)}"
     if rest < NEAR and abs(factor - 2) < NEAR:
         return f": the edge of {name} is counted twice ({own})"
     if rest < NEAR:
         return f": the edge of {name} counts {factor:.4g} times ({own})"
-    return f": the edge of {name} gives {found[slot][channel]:.4g} ({own})"
+    return f": the edge of {name} gives {found[slot][channel]:.4g} ({own}){_moved(part, seen, output, slot)}"
+
+
+def _moved(copy: GradientCopy, seen: ObservedGradients, output: str, slot: tuple[int, int, int]) -> str:
+    """Where else the slot's own gradient stands, and whose it holds, among the slots that are wrong."""
+    right, found, needed = copy.bounds.allowed[output].value, getattr(seen, output), copy.bounds.noticed(output)
+    wrong = np.array((uses(copy.bounds, seen)[output] > 1).any(axis=-1))
+    wrong[slot] = False
+    others = np.argwhere(wrong)
+    at = tuple(others.T)
+    words = ""
+    for here, there, margin, says in (
+        (found[slot], right[at], needed[at], "it holds what belongs to"),
+        (right[slot], found[at], needed[slot], "what belongs here stands at"),
+    ):
+        same = (np.abs(there - here) <= margin).all(axis=-1) & (here != 0).any()
+        if same.sum() == 1:
+            other = tuple(int(i) for i in others[int(same.argmax())])
+            words += f"; {says} {slot_name(copy, other)}, KV head {other[2]}"
+    return words
 
 
 def _of_row(
@@ -261,7 +261,7 @@ def _of_row(
     """What is wrong with all edges of a row alike: one factor, or (d_k) D."""
     right, found = part.bounds.allowed[output].value[keys], getattr(seen, output)[keys]
     factor, rest = _factor(found, right)
-    name = f"every edge of {_row_name(part, row)}"
+    name = f"every edge of {row_name(part, row)}"
     if rest < min(NEAR, abs(factor - 1) / 4):
         if output == "d_v" and factor > 0:
             return f"{name} counts {factor:.4g} times: P is e^{np.log(factor):.3g} times as large, as with another lse"
@@ -283,7 +283,7 @@ def _of_delta(meter: _Meter, part: GradientCopy, seen: ObservedGradients, row: t
         again = meter.only([other])
         more = wrong_delta(again, meter(again), other)
         said &= called(again, other, more) if more is not None else set()
-    name, (delta, d_lse) = _row_name(part, row), deltas(part, row)
+    name, (delta, d_lse) = row_name(part, row), deltas(part, row)
     if said:
         return f"in every edge of {name} {' and '.join(sorted(said))} (D is {delta:.4g}, d_lse {d_lse:.4g})"
     return f"in every edge of {name} dS is off by {by:.4g} P, as with D {delta - by:.4g} instead of {delta:.4g}"
@@ -308,13 +308,6 @@ def _turned(copy: GradientCopy, found: Array, right: Array) -> bool:
     return bool(np.linalg.norm(lengths[0] - lengths[1]) < NEAR * np.linalg.norm(lengths[1]))
 
 
-def _row_name(copy: GradientCopy, row: tuple[int, int]) -> str:
-    spec = copy.problem.spec
-    of = spec.row(row[0] * spec.num_kv_heads)
-    request = f"request {of.request}, " if spec.num_requests > 1 else ""
-    return f"{request}query {of.query}, head {row[1]}"
-
-
 # --- d_q: which key
 
 
@@ -323,10 +316,10 @@ def _of_query(meter: _Meter, observed: ObservedGradients, output: str, element: 
     right, found = copy.bounds.allowed["d_q"].value[row], observed.d_q[row]
     factor, rest = _factor(found, right)
     if rest < min(NEAR, abs(factor - 1) / 4):
-        return _Blame(f": d_q of {_row_name(copy, row)} is {factor:.4g} times as large as it should be", row)
+        return _Blame(f": d_q of {row_name(copy, row)} is {factor:.4g} times as large as it should be", row)
     if _turned(copy, found, right):
         return _Blame(
-            f": d_q of {_row_name(copy, row)} is turned by a wrong angle, each pair of channels by itself", row
+            f": d_q of {row_name(copy, row)} is turned by a wrong angle, each pair of channels by itself", row
         )
     if not is_plain(copy.problem.spec):
         return _Blame("", row)
@@ -343,7 +336,7 @@ def _of_query(meter: _Meter, observed: ObservedGradients, output: str, element: 
     seen, own = told[wrong[0]]
     share = seen / own if own else np.inf
     says = "is missing" if abs(share) < NEAR else "is counted twice" if abs(share - 2) < NEAR else f"gives {seen:.4g}"
-    name = _slot_name(copy, slots[0])
+    name = slot_name(copy, slots[0])
     more = f", and {len(slots) - 1} more" if len(slots) > 1 else ""
     first = (slots[0][0], slots[0][1], slots[0][2])
     return _Blame(f": the edge of {name} {says} in d_q (with q = 0 its dS is {own:.4g}){more}", row, first)
@@ -384,7 +377,7 @@ def _of_sink(meter: _Meter, observed: ObservedGradients, output: str, element: t
     own, found = part.bounds.allowed["d_sink"], meter(part).d_sink
     assert found is not None
     words = f"gives {float(found[head]):.4g} instead of {float(own.value[head]):.4g}"
-    return _Blame(f": {_row_name(copy, rows[0])} alone {words}", rows[0])
+    return _Blame(f": {row_name(copy, rows[0])} alone {words}", rows[0])
 
 
 _BLAME = {"d_k": _of_key, "d_v": _of_key, "d_q": _of_query, "d_sink": _of_sink}
