@@ -2,8 +2,8 @@
 (`Capabilities`).
 
 An adapter is a class, an instance or a module with one required callable, `run(case, plan=None) -> Outputs`.
-Everything else is optional: `name`, `capabilities`, `support(spec)`, `workspace_bytes(case)`, `plan(case)`.
-docs/adapters.md is the vendor's page.
+Everything else is optional: `name`, `capabilities`, `support(spec)`, `workspace_bytes(case)`, `plan(case)`,
+`backward(case, saved, d_out, d_lse=None, plan=None) -> Gradients`. docs/adapters.md is the vendor's page.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Case:
 
     `out`, `lse` and `workspace` are buffers that the backend may write into; they stand between guard zones.
     `kv_cache` is the one tensor that holds K and V where the backend declares `packed_kv`, None otherwise.
+    `gradients` are the buffers that `backward` may write into; None in the forward call.
     """
 
     spec: AttentionSpec
@@ -44,6 +45,7 @@ class Case:
     lse: torch.Tensor
     workspace: torch.Tensor
     kv_cache: torch.Tensor | None = None
+    gradients: Gradients | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,29 @@ class Trace:
     m: torch.Tensor | None = None
     l: torch.Tensor | None = None
     o: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `backward` is fed in place of what its own forward left: out [num_tokens, num_qo_heads, head_dim_vo] in the
+    dtype of q; lse [num_tokens, num_qo_heads] FP32, in the declared base and with the declared value of empty rows.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """d_q as q; d_k and d_v as the caches, contiguous, in the declared layout: each slot holds the sum over all rows
+    and all references of its page, 0 where no row attends it. All in the dtype of q, or `Numerics.gradient`. d_sink
+    [num_qo_heads] FP32 where the spec has sink logits, else None.
+    """
+
+    d_q: torch.Tensor
+    d_k: torch.Tensor
+    d_v: torch.Tensor
+    d_sink: torch.Tensor | None = None
 
 
 class LseBase(StrEnum):
@@ -162,7 +187,9 @@ class Capabilities:
     `packed_kv`: K and V share one tensor, `case.kv_cache` [num_pages, 2, ...]. `real_strides`: caches may be strided
     views; a backend without gets contiguous ones. `sentinel`: the padding value of raw lists, or SEQ_LEN. `causal`:
     the one causal rule that the backend knows. `workspace_zeroed`: the workspace must be zero before each launch.
-    `determinism` by output ("out", "lse"): the levels that are promised; none: results vary within their bounds.
+    `determinism` by output ("out", "lse", "d_q", "d_k", "d_v"): the levels that are promised; none: results vary within
+    their bounds. `d_lse`: backward takes a gradient of lse. `reads_saved`: backward takes P from the lse and D from the
+    out that it is fed; one that does not (it runs its own forward again) is judged end to end, more loosely.
     """
 
     consumes: Consumes = Consumes.VALIDATED
@@ -179,6 +206,8 @@ class Capabilities:
     workspace_zeroed: bool = False
     determinism: Mapping[str, frozenset[Determinism]] = field(default_factory=dict)
     numerics: Mapping[DType, Numerics] = field(default_factory=dict)
+    d_lse: bool = False
+    reads_saved: bool = True
 
     def numerics_of(self, dtype: DType) -> Numerics:
         """The numerics contract for one dtype."""
@@ -280,3 +309,14 @@ class Backend:
         """Plan where the adapter plans, then run."""
         plan = getattr(self.adapter, "plan", None)
         return self.adapter.run(case, plan(case)) if plan else self.adapter.run(case)  # type: ignore[no-any-return]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the adapter offers gradients."""
+        return callable(getattr(self.adapter, "backward", None))
+
+    def backward(self, case: Case, saved: Saved, d_out: torch.Tensor, d_lse: torch.Tensor | None) -> Gradients:
+        """Plan where the adapter plans, then the gradients of sum(d_out * out) + sum(d_lse * lse), lse natural."""
+        plan = getattr(self.adapter, "plan", None)
+        made = {"plan": plan(case)} if plan else {}
+        return self.adapter.backward(case, saved, d_out, d_lse, **made)  # type: ignore[no-any-return]

@@ -84,6 +84,14 @@ def cut(observed: Observed, problems: Sequence[Problem]) -> Iterator[Observed]:
         )
 
 
+def live_pages(whole: Problem, problems: Sequence[Problem]) -> list[Ints]:
+    """Where the live pages of each problem lie among those of `whole`, which joins them in this order."""
+    if len(problems) == 1:
+        return [np.arange(len(whole.pages))]
+    shifts = _page_shifts(problems)
+    return [np.searchsorted(whole.pages, _moved(p, p.pages, shift)) for p, shift in zip(problems, shifts, strict=True)]
+
+
 def _lowest(problem: Problem) -> int:
     """The first physical page that moves: page 0 stays where it is nobody's."""
     stays = problem.pages[0] == 0 and (problem.slot_request[0] < 0).all() and len(problem.pages) > 1

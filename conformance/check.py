@@ -26,6 +26,7 @@ UNLOCKS = {
     "plan": "work done once before `run`, handed to it",
     "normalize": "the gate index: the lists that you make, item by item, before anything is launched",
     "trace": "after a failure, the first logit or tile state that is wrong, named exactly",
+    "backward": "gradients, judged element by element, located and measured",
 }
 
 

@@ -19,9 +19,10 @@ import msgspec
 from sacts.matrices.cell import parse
 from sacts.reports.records import Finding, Record, Verdict
 
-from . import conventions, determinism
+from . import conventions, determinism, gradient_determinism
 from .adapter import Backend, Determinism, Refused
 from .determinism import Measurement
+from .gradients import judge_gradients
 from .judge import blank, judge
 from .launch import AdapterRaised, ContractBroken, Launcher
 from .loading import AdapterError, load
@@ -78,12 +79,13 @@ class Locate(msgspec.Struct, tag="locate"):
 
 class Located(msgspec.Struct, tag="located"):
     """What was found. `finding` None: nothing is wrong, or it could not be judged, and `error` says why. `launches`:
-    extra ones, beyond the two that look for a failure.
+    extra ones, beyond those that show a failure. `gradients`: what the gate of gradients said, where it was asked.
     """
 
     finding: Finding | None = None
     launches: int = 0
     error: str = ""
+    gradients: str = ""
 
 
 class Started(msgspec.Struct, tag="started"):
@@ -106,7 +108,7 @@ _ANSWERS: dict[type, Callable[..., Described | Measured | Located]] = {
     Measure: Measured,
     Locate: Located,
 }
-OPTIONAL_MEMBERS = ("capabilities", "support", "workspace_bytes", "plan", "normalize", "trace")
+OPTIONAL_MEMBERS = ("capabilities", "support", "workspace_bytes", "plan", "normalize", "trace", "backward")
 
 
 def device_is_sound(device: str) -> bool:
@@ -198,19 +200,24 @@ class Child:
         launcher, cell = self._launcher({}), parse(order.cell)
         if not order.repeats:
             digests = determinism.digests(launcher, cell, order.replicate)
+            digests |= gradient_determinism.digests(launcher, cell, order.replicate)
             level = Determinism.PROCESS_TO_PROCESS
             promises = {name: determinism.promised(launcher.backend, name, level) for name in digests}
             return Measured(digests=digests, promises=promises)
-        return Measured(determinism.measure(launcher, cell, order.replicate, order.repeats))
+        found = determinism.measure(launcher, cell, order.replicate, order.repeats)
+        return Measured(found + gradient_determinism.measure(launcher, cell, order.replicate, order.repeats))
 
     def _locate(self, order: Locate) -> Located:
         launcher = self._launcher({})
         problem = conventions.problem_for(parse(order.cell), order.replicate, launcher.backend.capabilities)
         try:
             found = locate(launcher, problem, budget=order.budget)
+            if found:
+                return Located(found.finding, found.launches)
+            verdict = judge_gradients(launcher, problem, budget=order.budget)
         except ContractBroken as broken:
             return Located(broken.finding)
-        return Located(found.finding, found.launches) if found else Located()
+        return Located(verdict.finding, verdict.launches, gradients=verdict.said)
 
     def _judge(self, order: Order) -> Record:
         def failed(verdict: Verdict, sentence: str) -> Record:

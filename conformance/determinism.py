@@ -100,7 +100,7 @@ def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> lis
     first = launcher(problem, inputs)
     found = []
     for level, variants in {**LEVELS, EXACT: _exact}.items():
-        with _busy(launcher.device) if level == Determinism.RUN_TO_RUN else nullcontext():
+        with busy(launcher.device) if level == Determinism.RUN_TO_RUN else nullcontext():
             runs = [(launcher(v.problem, v.inputs, hints=v.hints), v) for v in variants(problem, inputs, repeats)]
         found += [_measured(launcher.backend, problem, allowed, level, name, first, runs) for name in outputs(first)]
     return found
@@ -187,7 +187,7 @@ def across_processes(backend_promises: dict[str, bool], found: list[dict[str, st
     ]
 
 
-def _busy(device: str) -> AbstractContextManager[None]:
+def busy(device: str) -> AbstractContextManager[None]:
     """Other work on a GPU, so that blocks do not run in the same order each time."""
     return _busy_stream(device) if device.startswith("cuda") else nullcontext()
 

@@ -19,6 +19,7 @@ from .diagnosis import GATE_OF, batches, diagnose, use_of
 from .gates import intervals
 from .gates.layout import changed
 from .gates.witnesses import used
+from .gradients import judge_gradients
 from .launch import AdapterRaised, ContractBroken, Launcher, Observed
 from .probes.copies import Copy, copies
 from .probes.inputs import RANDOM
@@ -117,14 +118,18 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
     made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
     sheet.probes.update(_told(made))
     finding = _finding(launcher, made, sheet)
+    if finding is None:
+        if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
+            sheet.gates[Gate.MERGE] = NOT_APPLICABLE
+        finding = _of_gradients(launcher, problem, sheet)
     if finding is not None:
         sheet.reach(finding.gate)
         if finding.use is not None:
             sheet.use[finding.gate] = finding.use
         return sheet.close(Verdict.FAIL, finding.sentence, finding)
     sheet.reach(None)
-    if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
-        sheet.gates[Gate.MERGE] = NOT_APPLICABLE
+    if sheet.gates[Gate.GRADIENTS] == Verdict.UNTRUSTED:
+        return sheet.close(Verdict.UNTRUSTED, "no gradient of this case has a bound that would reject zeros")
     if not _could_have_failed(made):
         return sheet.close(Verdict.UNTRUSTED, "this case could not have failed: its bounds are wider than its faults")
     return sheet.close(Verdict.FALLBACK if support.status == "fallback" else Verdict.PASS)
@@ -164,6 +169,20 @@ def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding
         ]
     suspected = [(batch, suspects) for batch, suspects in suspected if suspects]
     return diagnose(launcher, suspected) if suspected else None
+
+
+def _of_gradients(launcher: Launcher, problem: Problem, sheet: _Sheet) -> Finding | None:
+    """The layer behind all others: what backward says, where the backend has one."""
+    try:
+        found = judge_gradients(launcher, problem)
+    except Refused as refusal:
+        words = f"backward refused ({refusal}), but support declared {sheet.record.status}"
+        raise ContractBroken(words, "support") from refusal
+    sheet.gates[Gate.GRADIENTS] = found.said
+    sheet.probes.update(found.probes)
+    if found.use is not None:
+        sheet.use[Gate.GRADIENTS] = found.use
+    return found.finding
 
 
 def _note(sheet: _Sheet, made: Sequence[Copy], observed: Sequence[Observed]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from .adapter import Backend, Case, KVLayout, LseBase, Outputs, Refused, Support
 from .build import Problem
 
 Array = NDArray[np.float64]
+T = TypeVar("T")
 
 WHOLE = "the whole launch"
 STALE_VALUE = 1024.0  # an ordinary finite value for what no row attends
@@ -70,8 +72,8 @@ class Launcher:
         self.backend = backend
         self.device = device
         self._on_launch = on_launch
-        self._launched: set[AttentionSpec] = set()
-        self._returns_own: bool | None = None
+        self._launched: set[tuple[type, AttentionSpec]] = set()
+        self._returns_own: dict[type, bool] = {}
 
     def support(self, spec: AttentionSpec) -> Support:
         """What the backend declares for a spec. Raises AdapterRaised."""
@@ -84,20 +86,25 @@ class Launcher:
         self, problem: Problem, inputs: Inputs, *, hints: Hints | None = None, surroundings: Surroundings = CLEAN
     ) -> Observed:
         """One launch. Raises ContractBroken, AdapterRaised, or Refused where the backend refuses the spec."""
-        launch = _Launch(self.backend, self.device, problem, inputs, hints or problem.hints, surroundings)
-        self._on_launch(problem.spec not in self._launched)
-        self._launched.add(problem.spec)
-        with _filled_memory(self._returns_own is True):
+        return self.perform(_Forward(self.backend, self.device, problem, inputs, hints or problem.hints, surroundings))
+
+    def perform(self, launch: Launched[T]) -> T:
+        """Make a launch, forward or backward: `launch` holds no state yet. Raises as a call does."""
+        kind = type(launch)
+        self._on_launch((kind, launch.problem.spec) not in self._launched)
+        self._launched.add((kind, launch.problem.spec))
+        again = replace(launch)
+        with _filled_memory(self._returns_own.get(kind, False)):
             observed, own = launch.run()
-        if own and not self._returns_own:  # its empty tensors were not yet filled with NaN: once more, under the fill
-            self._returns_own = True
-            return self(problem, inputs, hints=hints, surroundings=surroundings)
-        self._returns_own = own
+        if own and not self._returns_own.get(kind):  # its empty tensors held no NaN yet: once more, under the fill
+            self._returns_own[kind] = True
+            return self.perform(again)
+        self._returns_own[kind] = own
         return observed
 
     def case(self, problem: Problem, inputs: Inputs, hints: Hints | None = None) -> Case:
         """The problem as this backend takes it, for what it says about a case without running it."""
-        return _Launch(self.backend, self.device, problem, inputs, hints or problem.hints, CLEAN)._case()[0]
+        return _Forward(self.backend, self.device, problem, inputs, hints or problem.hints, CLEAN).case()[0]
 
 
 @contextmanager
@@ -114,13 +121,71 @@ def _filled_memory(on: bool) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launched(Generic[T]):
+    """One launch under the contract, forward or backward: what it is made of, and what both must keep."""
+
     backend: Backend
     device: str
     problem: Problem
     inputs: Inputs
     hints: Hints
     surroundings: Surroundings
+
+    name = "run"
+
+    def call(self, case: Case) -> Any:
+        """Call the backend; what it returns is looked at by `observe`."""
+        raise NotImplementedError
+
+    def observe(self, result: Any) -> T:
+        """What came back, converted. Raises ContractBroken for what it must not be."""
+        raise NotImplementedError
+
+    def offered(self) -> dict[str, tensors.Guarded]:
+        """The buffers that the backend was offered, by name."""
+        return {"out": self._out, "lse": self._lse}
+
+    def watched(self, case: Case, live: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the backend must not change, by name; of a cache, its live pages."""
+        names = ("q", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices")
+        caches = {name: getattr(case, name)[live] for name in ("k_cache", "v_cache")}
+        return {name: getattr(case, name) for name in names} | caches
+
+    def returns_own(self, result: Any) -> bool:
+        """Whether the backend returned a tensor of its own instead of a buffer that it was offered."""
+        raise NotImplementedError
+
+    def run(self) -> tuple[T, bool]:
+        """The observation, and whether the backend returned tensors of its own."""
+        case, live = self.case()
+        before = self._digests(case, live)
+        workspace, result = self._called(case)
+        after = self._digests(case, live)
+        changed = [name for name in before if before[name] != after[name]]
+        if changed:
+            raise ContractBroken(f"the launch changed its input {', '.join(changed)}", changed[0])
+        for name, buffer in (*self.offered().items(), ("workspace", workspace)):
+            if where := buffer.broken():
+                raise ContractBroken(f"the launch wrote outside {name}: {where}", name)
+        observed = self.observe(result)
+        return observed, self.returns_own(result)
+
+    def _digests(self, case: Case, live: torch.Tensor) -> dict[str, bytes]:
+        return {name: tensors.digest(tensor) for name, tensor in self.watched(case, live).items()}
+
+    def _called(self, case: Case) -> tuple[tensors.Guarded, Any]:
+        try:
+            size = self.backend.workspace_bytes(case)
+            workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
+            self._fill(workspace.inner)
+            result = self.call(replace(case, workspace=workspace.inner))
+            if self.device.startswith("cuda"):
+                torch.cuda.synchronize(self.device)
+        except Refused:
+            raise
+        except Exception as error:  # whatever an adapter raises is its own verdict
+            raise AdapterRaised(f"{self.name}(case)") from error
+        return workspace, result
 
     @cached_property
     def _out(self) -> tensors.Guarded:
@@ -143,23 +208,7 @@ class _Launch:
                 table[request, len(owned) :] = np.resize(np.roll(others, self.surroundings.stale_shift), stale)
         return table
 
-    def run(self) -> tuple[Observed, bool]:
-        """The observation, and whether the backend returned tensors of its own instead of the buffers that it was
-        offered.
-        """
-        case, live = self._case()
-        before = _fingerprint(case, live)
-        workspace, outputs = self._call(case)
-        after = _fingerprint(case, live)
-        changed = [name for name in before if before[name] != after[name]]
-        if changed:
-            raise ContractBroken(f"the launch changed its input {', '.join(changed)}", changed[0])
-        for name, buffer in (("out", self._out), ("lse", self._lse), ("workspace", workspace)):
-            if where := buffer.broken():
-                raise ContractBroken(f"the launch wrote outside {name}: {where}", name)
-        return self._observe(outputs), outputs.out.data_ptr() != self._out.inner.data_ptr()
-
-    def _case(self) -> tuple[Case, torch.Tensor]:
+    def case(self) -> tuple[Case, torch.Tensor]:
         """The problem as the backend declared that it takes it, and the index of the live pages."""
         device, capabilities = self.device, self.backend.capabilities
         spec = conventions.spec_for(self.problem.spec, capabilities)
@@ -200,20 +249,6 @@ class _Launch:
             strides=self.problem.cell.cache if capabilities.real_strides else "contiguous",
         )
 
-    def _call(self, case: Case) -> tuple[tensors.Guarded, Outputs]:
-        try:
-            size = self.backend.workspace_bytes(case)
-            workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
-            self._fill(workspace.inner)
-            outputs = self.backend.run(replace(case, workspace=workspace.inner))
-            if self.device.startswith("cuda"):
-                torch.cuda.synchronize(self.device)
-        except Refused:
-            raise
-        except Exception as error:  # likewise
-            raise AdapterRaised("run(case)") from error
-        return workspace, outputs
-
     def _fill(self, workspace: torch.Tensor) -> None:
         """The junk that a workspace starts with, or the zeros that the backend demands."""
         if self.backend.capabilities.workspace_zeroed:
@@ -222,25 +257,8 @@ class _Launch:
             words = np.array(self.surroundings.workspace_words, "<u4").view(np.uint8)
             workspace.copy_(torch.from_numpy(np.resize(words, len(workspace))))
 
-    def _observe(self, outputs: Outputs) -> Observed:
-        spec = self.problem.spec
-        if not isinstance(outputs, Outputs):
-            raise ContractBroken(f"run must return Outputs, got {type(outputs).__name__}")
-        shape = (spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo)
-        self._check_tensor("out", outputs.out, shape, tensors.TORCH[spec.dtype])
-        if outputs.lse is not None:
-            self._check_tensor("lse", outputs.lse, shape[:2], torch.float32)
-        declared = str(self.backend.support(conventions.spec_for(spec, self.backend.capabilities)))
-        if outputs.path is not None and outputs.path != declared:
-            raise ContractBroken(f"the backend took the path {outputs.path}, but declared {declared}")
-        return Observed(
-            out=tensors.to_numpy(outputs.out),
-            lse=None if outputs.lse is None else self._natural(tensors.to_numpy(outputs.lse)),
-            out_bits=tensors.bits(outputs.out),
-            lse_bits=None if outputs.lse is None else tensors.bits(outputs.lse),
-        )
-
-    def _check_tensor(self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def check_tensor(self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, where it is what the contract says. Raises ContractBroken."""
         if not isinstance(tensor, torch.Tensor):
             raise ContractBroken(f"{name} must be a tensor, got {type(tensor).__name__}", name)
         if tuple(tensor.shape) != shape:
@@ -249,23 +267,50 @@ class _Launch:
             raise ContractBroken(f"{name} has dtype {tensor.dtype}, expected {dtype}", name)
         if tensor.device.type != torch.device(self.device).type:
             raise ContractBroken(f"{name} is on {tensor.device}, expected {self.device}", name)
+        return tensor
+
+    def check_written(self, name: str, tensor: torch.Tensor) -> None:
+        """Requirement: every element of a tensor [tokens, heads, ...] is written. Raises ContractBroken."""
         left = tensors.unwritten(tensor)
         if len(left):
             token, head = int(left[0][0]), int(left[0][1])
             place = place_of(self.problem.spec, token, head)
             raise ContractBroken(f"{place}: {name} was never written ({len(left)} of {tensor.numel()} elements)", place)
 
+
+class _Forward(Launched[Observed]):
+    """A launch of `run`."""
+
+    def call(self, case: Case) -> Any:
+        return self.backend.run(case)
+
+    def returns_own(self, result: Outputs) -> bool:
+        return result.out.data_ptr() != self._out.inner.data_ptr()
+
+    def observe(self, result: Any) -> Observed:
+        spec = self.problem.spec
+        if not isinstance(result, Outputs):
+            raise ContractBroken(f"run must return Outputs, got {type(result).__name__}")
+        shape = (spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo)
+        self.check_tensor("out", result.out, shape, tensors.TORCH[spec.dtype])
+        self.check_written("out", result.out)
+        if result.lse is not None:
+            self.check_tensor("lse", result.lse, shape[:2], torch.float32)
+            self.check_written("lse", result.lse)
+        declared = str(self.backend.support(conventions.spec_for(spec, self.backend.capabilities)))
+        if result.path is not None and result.path != declared:
+            raise ContractBroken(f"the backend took the path {result.path}, but declared {declared}")
+        return Observed(
+            out=tensors.to_numpy(result.out),
+            lse=None if result.lse is None else self._natural(tensors.to_numpy(result.lse)),
+            out_bits=tensors.bits(result.out),
+            lse_bits=None if result.lse is None else tensors.bits(result.lse),
+        )
+
     def _natural(self, lse: Array) -> Array:
         capabilities = self.backend.capabilities
         lse = np.where(lse == capabilities.empty_lse, -np.inf, lse)
         return lse * np.log(2.0) if capabilities.lse_base is LseBase.TWO else lse
-
-
-def _fingerprint(case: Case, live: torch.Tensor) -> dict[str, bytes]:
-    """A hash of each input, by field; of a cache, its live pages."""
-    names = ("q", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices")
-    hashes = {name: tensors.digest(getattr(case, name)) for name in names}
-    return hashes | {name: tensors.digest(getattr(case, name)[live]) for name in ("k_cache", "v_cache")}
 
 
 def place_of(spec: AttentionSpec, token: int, qo_head: int) -> str:

@@ -15,6 +15,7 @@ Array = NDArray[np.float64]
 
 TORCH = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.uint8: torch.uint8}
+_NUMPY_BITS = {torch.int16: np.int16, torch.int32: np.int32, torch.uint8: np.uint8}
 # A NaN that no arithmetic produces: an output element that still holds it was never written.
 _UNWRITTEN = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA, torch.float32: 0x7FDADADA, torch.uint8: 0xFF}
 _GUARD = 256  # elements before and after each buffer
@@ -133,6 +134,17 @@ class Guarded:
         size = int(np.prod(shape, dtype=np.int64))
         whole = torch.full((size + 2 * _GUARD,), _UNWRITTEN[dtype], dtype=_BITS[dtype], device=device).view(dtype)
         return cls(whole, whole[_GUARD : _GUARD + size].view(shape))
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Guarded:
+        """A buffer of `shape` that holds zeros; on the CPU, memory that nobody touches is none."""
+        size = int(np.prod(shape, dtype=np.int64))
+        if device == "cpu":
+            whole = torch.from_numpy(np.zeros(size + 2 * _GUARD, _NUMPY_BITS[_BITS[dtype]]))
+        else:
+            whole = torch.zeros(size + 2 * _GUARD, dtype=_BITS[dtype], device=device)
+        whole[:_GUARD], whole[_GUARD + size :] = _UNWRITTEN[dtype], _UNWRITTEN[dtype]
+        return cls(whole.view(dtype), whole.view(dtype)[_GUARD : _GUARD + size].view(shape))
 
     def broken(self) -> str | None:
         """Where a guard zone was written, in words, or None."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sacts.conformance.adapter import Capabilities, Case, Outputs, Refused, Support, fallback, refused
+from sacts.conformance.adapter import Capabilities, Case, Gradients, Outputs, Refused, Saved, Support, fallback, refused
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec, CausalRule, DType
 
@@ -31,7 +31,9 @@ class Adapter:
             DType.FP32: Numerics(p=DType.FP32, out=DType.FP32, dense=True),
             # PyTorch's CPU kernel takes a faster exponential for 16-bit types; exp(0) is off by about 3e-5.
             **{dtype: Numerics(p=dtype, out=dtype, u_exp=1.1e-4, dense=True) for dtype in _HALF},
-        }
+        },
+        d_lse=True,
+        reads_saved=False,
     )
 
     def support(self, spec: AttentionSpec) -> Support:
@@ -53,6 +55,39 @@ class Adapter:
             case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
         return Outputs(case.out, case.lse, path="fallback(dense)")
 
+    def backward(
+        self, case: Case, saved: Saved, d_out: torch.Tensor, d_lse: torch.Tensor | None = None, plan: Any = None
+    ) -> Gradients:
+        """Autograd through dense attention in FP32, whatever the dtype; what is saved is not read. Raises Refused as
+        declared.
+        """
+        spec, made, lists = case.spec, case.gradients, case.kv_indptr.tolist()
+        if reason := unserved(spec):
+            raise Refused(reason)
+        assert made is not None
+        made.d_q.zero_()
+        slots: list[torch.Tensor] = []
+        of_k: list[torch.Tensor] = []
+        of_v: list[torch.Tensor] = []
+        for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
+            if not qo_len or not seq_len:
+                continue
+            tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
+            mask = torch.stack(
+                [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)], dim=1
+            )
+            slot, k, v = _keys(case, request, mask)
+            given = case.q[tokens].float(), k.float(), v.float()
+            d_q, d_k, d_v = _gradients(spec, mask, given, d_out[tokens], None if d_lse is None else d_lse[tokens])
+            made.d_q[tokens] = d_q.to(made.d_q.dtype)
+            slots, of_k, of_v = [*slots, slot], [*of_k, d_k], [*of_v, d_v]
+        for cache, parts in ((made.d_k, of_k), (made.d_v, of_v)):
+            if parts:  # a slot that several requests read receives the sum
+                own, place = torch.cat(slots).unique(return_inverse=True)
+                total = parts[0].new_zeros(len(own), *parts[0].shape[1:]).index_add_(0, place, torch.cat(parts))
+                cache.view(-1, *cache.shape[2:])[own] = total.to(cache.dtype)
+        return made
+
 
 def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tensor:
     """Which keys one query token attends: [num_kv_heads, T]."""
@@ -72,17 +107,41 @@ def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tens
     return mask
 
 
+def _keys(case: Case, request: int, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Physical slot of each committed token [T]; K and V there [T, num_kv_heads, d], 0 where no row attends."""
+    spec = case.spec
+    t = torch.arange(mask.shape[-1], device=mask.device)
+    page, offset = case.page_table[request, t // spec.page_size].long(), t % spec.page_size
+    attended = mask.any(dim=1).T[..., None]
+    k, v = (torch.where(attended, cache[page, offset], 0) for cache in (case.k_cache, case.v_cache))
+    return page * spec.page_size + offset, k, v
+
+
+def _gradients(
+    spec: AttentionSpec,
+    mask: torch.Tensor,
+    given: tuple[torch.Tensor, ...],
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """d_q [n, num_qo_heads, d], d_k and d_v [T, num_kv_heads, d] of one request; mask [num_kv_heads, n, T]."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    q, k, v = (x.transpose(0, 1) for x in leaves)
+    k, v, mask = (x.repeat_interleave(spec.group_size, 0) for x in (k, v, mask))
+    some = mask.any(dim=-1, keepdim=True)
+    logits = (q @ k.transpose(-1, -2) * spec.sm_scale).masked_fill(~mask & some, float("-inf"))
+    lse = torch.logsumexp(logits, -1, keepdim=True)
+    out = torch.exp(logits - lse) @ v
+    weights = [d_out.transpose(0, 1).float(), torch.zeros_like(lse[..., 0]) if d_lse is None else d_lse.T]
+    loss = (out * weights[0] * some).sum() + (lse[..., 0] * weights[1] * some[..., 0]).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
 def _dense(case: Case, request: int, tokens: slice, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out [n, num_qo_heads, d] and lse [n, num_qo_heads] of one request; mask [num_kv_heads, n, T]."""
     spec = case.spec
     seq_len = mask.shape[-1]
-    t = torch.arange(seq_len, device=mask.device)
-    page = case.page_table[request, t // spec.page_size].long()
-    attended = mask.any(dim=1).T[..., None]
-    k, v = (
-        torch.where(attended, cache[page, t % spec.page_size], 0).permute(1, 0, 2).repeat_interleave(spec.group_size, 0)
-        for cache in (case.k_cache, case.v_cache)
-    )
+    k, v = (x.permute(1, 0, 2).repeat_interleave(spec.group_size, 0) for x in _keys(case, request, mask)[1:])
     q = case.q[tokens].transpose(0, 1)
     mask = mask.repeat_interleave(spec.group_size, 0)
     some = mask.any(dim=-1, keepdim=True)

@@ -48,6 +48,7 @@ class Numerics:
     u_tanh: absolute error of the tanh of the soft cap.
     epilogue: format of the out that the epilogue reads. u_function: error of the epilogue's function, relative to the
         larger of |f(x)| and min(|x|, 1).
+    gradient: format of d_q, d_k and d_v as backward returns them; None: that of `out`.
     """
 
     p: DType | CodecFormat
@@ -72,6 +73,7 @@ class Numerics:
     u_tanh: float = 2.0**-21
     epilogue: DType = DType.FP32
     u_function: float = 2.0**-20
+    gradient: DType | None = None
 
     @classmethod
     def default(cls, dtype: DType) -> Numerics:

@@ -52,6 +52,7 @@ class Gate(StrEnum):
     PAIRING = "pairing"  # each weight with the value of its own key
     OUT = "out"
     MERGE = "merge"
+    GRADIENTS = "gradients"  # d_q, d_k, d_v and d_sink, from a right out and lse
 
 
 PROVES = {
@@ -63,6 +64,14 @@ PROVES = {
     "cliff": "a rise of ten octaves at a tile's edge rescales sums and accumulator alike",
     "stair": "as the maximum climbs from tile to tile every octave is counted, and P is its power of two",
     "comb": "P meets the V of its own key: each channel of out shows the weights of a few keys",
+    "gradients": "every element of d_q, d_k, d_v and d_sink lies within the error that its own inputs and the fed out "
+    "and lse allow",
+    "bw_value": "each row adds its P d_out to d_v of its own keys, once, in an accumulator that rounds nothing: with "
+    "2^m equal weights and integers the sums are known to the bit",
+    "bw_dk": "each edge adds its own dS to d_q and d_k, scaled, once: q and K are orthogonal integers, so that only dS "
+    "and the other operand decide",
+    "bw_const": "D takes away the mean of dP: where all V are equal d_q and d_k vanish",
+    "bw_null": "no contribution is lost or doubled: keys in quadruples and opposite d_out cancel everywhere",
 }  # what each probe proves, in the order in which failures are looked at
 
 

@@ -16,7 +16,7 @@ from sacts.kernels_under_test import faults
 from sacts.reports.records import Finding, Gate, Record, Verdict
 
 CELLS = Path(__file__).parent / "audit.cells"
-CATALOGUE = faults.catalogue()
+CATALOGUE = faults.audited()
 DEMANDED = {
     "duplicate_counted_twice",
     "last_tile_dropped",
@@ -89,7 +89,7 @@ def test_the_audit_itself_can_fail(entry: Entry, judged: list[Record], caught: b
 
 
 def test_a_patch_that_no_longer_fits_is_refused() -> None:
-    stale = replace(next(iter(CATALOGUE.values())), name="stale", find="text that stands nowhere")
+    stale = replace(next(iter(faults.catalogue().values())), name="stale", find="text that stands nowhere")
     with pytest.raises(faults.FaultError, match=r"0 places in adapter\.py read 'text that stands nowhere', expected 1"):
         faults.seed(stale)
 

@@ -31,7 +31,7 @@ def test_a_wrong_declaration_is_found_and_named(name: str) -> None:
 
 
 def test_the_table_holds_every_convention() -> None:
-    conventions = {field.name for field in fields(Capabilities)} - {"numerics", "determinism"}
+    conventions = {field.name for field in fields(Capabilities)} - {"numerics", "determinism", "d_lse", "reads_saved"}
     assert {field for field, _, _ in TABLE.values()} == conventions
 
 
@@ -40,7 +40,7 @@ def test_a_right_declaration_is_accepted_and_what_is_missing_is_said() -> None:
         result = check(worker)
     assert result.accepted
     assert result.observed is None
-    assert result.missing == ("workspace_bytes", "plan", "normalize", "trace")
+    assert result.missing == ("workspace_bytes", "plan", "normalize", "trace", "backward")
     assert set(UNLOCKS) == set(OPTIONAL_MEMBERS)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sacts.conformance.adapter import Backend, Capabilities, Case
+from sacts.conformance.adapter import Backend, Capabilities, Case, Gradients, Saved
 from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
 from sacts.conformance.loading import load
-from sacts.kernels_under_test.faults import catalogue
+from sacts.kernels_under_test.faults import audited, catalogue
 from sacts.matrices.cell import parse
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec
@@ -70,13 +70,14 @@ def test_without_its_window_the_skeleton_fails_as_the_tour_shows(tmp_path: Path)
 
 
 def test_the_readme_counts_the_catalogue() -> None:
-    assert f"seeds {len(catalogue())} faults" in README
+    backward = len(audited()) - len(catalogue())
+    assert f"seeds {len(catalogue())} faults into the bundled kernels and {backward} into the backward" in README
 
 
 def rows_of(heading: str) -> set[str]:
     section = ADAPTERS.split(heading, 1)[1].split("\n## ", 1)[0]
     first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return {name for cell in first_cells for name in re.findall(r"`(\w+)", cell)}
+    return {name for cell in first_cells for name in re.findall(r"`(?:saved\.|Gradients\.)?(\w+)", cell)}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,8 @@ def rows_of(heading: str) -> set[str]:
         ("`AttentionSpec` (all lengths", AttentionSpec),
         ("## Capabilities", Capabilities),
         ("## The numerics contract", Numerics),
+        ("## Backward", Saved),
+        ("## Backward", Gradients),
     ],
 )
 def test_the_tables_name_every_field(heading: str, record: type) -> None:

@@ -156,11 +156,11 @@ def test_every_unattended_slot_holds_poison_in_one_launch_and_an_ordinary_value_
     assert surroundings(problem, 0) != surroundings(problem, 1)
 
 
-def test_a_right_backend_is_launched_twice() -> None:
+def test_a_right_backend_is_launched_twice_forward_and_once_backward() -> None:
     launches: list[bool] = []
     launcher = Launcher(Backend(emulation(DType.BF16, {})), "cpu", launches.append)
     assert judge(launcher, "x", parse(CLIMB)).verdict is Verdict.PASS
-    assert len(launches) == 2
+    assert len(launches) == 3
 
 
 def test_a_probe_whose_fault_could_not_show_is_untrusted_and_the_record_says_in_how_many_rows() -> None:

@@ -43,14 +43,14 @@ def audit(
 
     [bold]sacts run -a sacts.kernels_under_test.faults:tail_slot_attended[/]  see what a user would see
     """
-    from sacts.kernels_under_test.faults import catalogue
+    from sacts.kernels_under_test.faults import audited
     from sacts.reports import summary
 
     from ..audit import audit as compare
     from ..session import Selection, SelectionError, judge_all
     from ..worker import Limits
 
-    known = catalogue()
+    known = audited()
     for name in faults or []:
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -76,11 +76,13 @@ def _probes(cell: Cell) -> list[str]:
 
     from ..build import build
     from ..gates.layout import KINDS
+    from ..probes import gradients
     from ..probes.copies import copies
 
     problem = build(cell)
     made = copies(problem, Numerics.default(problem.spec.dtype))
     carried = {probe for copy in made for probe in copy.judged if len(copy.margin[probe])} | {"random", "count"}
+    carried |= gradients.carried(problem)
     probes = [f"{name}: {proves}" for name, proves in PROVES.items() if name in carried]
     probes += [f"{name}: not applicable here" for name in PROVES if name not in carried]
     kinds = ", ".join(KINDS[:-1])

@@ -28,7 +28,8 @@ def locate(
     budget: Annotated[int, typer.Option(min=0, help="Extra launches that the search may use.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Say where a backend is wrong in one cell: row, token, page, tile, split, head, channel or request.
+    """Say where a backend is wrong in one cell: row, token, page, tile, split, head, channel or request; where nothing
+    is, which gradient is, and the edge that made it so.
 
     [bold]sacts locate decode/fp16/kv:90+50/pattern:duplicates -a my_kernel.py[/]
     """
@@ -48,7 +49,7 @@ def locate(
         out.print(Text(answer.error, "bold red"))
     elif answer.finding is None:
         fine = "the count and the random family lie within their bounds, and poison changes no bit"
-        out.print(Text(f"nothing is wrong: {fine}", "green"))
+        out.print(Text(f"nothing is wrong: {fine}; gradients: {answer.gradients}", "green"))
     else:
         out.print(Text(f"[{answer.finding.gate}] {answer.finding.sentence}"))
         out.print(f"{answer.launches} launches beyond the two that showed the failure", highlight=False)

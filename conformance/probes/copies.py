@@ -54,7 +54,7 @@ def copies(problem: Problem, numerics: Numerics) -> list[Copy]:
     """
     made = [_random(problem, numerics), _count(problem, numerics)]
     if suits(problem):
-        for number, request in enumerate(_busiest(problem)):
+        for number, request in enumerate(busiest(problem)):
             made.append(_witness(problem, request, number, numerics))
             if problem.spec.num_qo_heads >= len(made[-1].fitting):
                 break
@@ -88,7 +88,7 @@ def _count(problem: Problem, numerics: Numerics) -> Copy:
     return Copy(problem, inputs, right, {"count": ~hair, "dither": hair}, margin)
 
 
-def _busiest(problem: Problem) -> list[int]:
+def busiest(problem: Problem) -> list[int]:
     """The requests with the most edges in the row of their last query, at most WITNESS_COPIES; none without edges."""
     spec = problem.spec
     rows, _, _ = edges(spec, problem.candidates)

@@ -1,13 +1,16 @@
-"""The model as a backend: a raw consumer that serves every forward term on the CPU."""
+"""The model as a backend: a raw consumer that serves every forward term on the CPU, and its gradients."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Outputs, Support, Trace
+import torch
+
+from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Gradients, Outputs, Saved, Support, Trace
 from sacts.reference.spec import AttentionSpec, DType
 
+from . import backward as model
 from .arithmetic import Arithmetic
 from .forward import forward
 from .rows import by_token, rows_of
@@ -22,7 +25,9 @@ class Adapter:
     def __init__(self, arithmetic: dict[DType, Arithmetic] | None = None) -> None:
         self.arithmetic = arithmetic or {dtype: Arithmetic(p=dtype, out=dtype) for dtype in DType}
         self.capabilities = Capabilities(
-            consumes=Consumes.RAW, numerics={dtype: each.numerics for dtype, each in self.arithmetic.items()}
+            consumes=Consumes.RAW,
+            numerics={dtype: each.numerics for dtype, each in self.arithmetic.items()},
+            d_lse=True,
         )
 
     def support(self, spec: AttentionSpec) -> Support:
@@ -43,3 +48,22 @@ class Adapter:
     def _arithmetic(self, case: Case) -> Arithmetic:
         arithmetic = self.arithmetic[case.spec.dtype]
         return replace(arithmetic, splits=max(arithmetic.splits, case.hints.num_splits))
+
+    def backward(
+        self, case: Case, saved: Saved, d_out: torch.Tensor, d_lse: torch.Tensor | None = None, plan: Any = None
+    ) -> Gradients:
+        """Gradients of all rows at once, added up slot by slot in FP32, then rounded."""
+        spec, rows, arithmetic = case.spec, rows_of(case), self.arithmetic[case.spec.dtype]
+        given = (saved.out, saved.lse, d_out, torch.zeros_like(saved.lse) if d_lse is None else d_lse)
+        out, lse, d_o, d_l = (x.float().reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in given)
+        found = model.backward(spec, rows, model.Saved(out, lse), d_o, d_l, arithmetic)
+        made = case.gradients
+        assert made is not None
+        made.d_q.copy_(by_token(spec, found.d_q))
+        slots, slot = rows.slot.unique(return_inverse=True)
+        for cache, d in ((made.d_k, found.d_k), (made.d_v, found.d_v)):
+            total = model.scattered(d, slot, len(slots), arithmetic.order)
+            cache.view(-1, d.shape[-1])[slots] = total.to(cache.dtype)
+        if made.d_sink is not None:
+            made.d_sink.copy_(by_token(spec, found.d_sink).sum(dim=0))
+        return made

@@ -49,7 +49,8 @@ class Fault:
 @dataclass(frozen=True)
 class ModelFault:
     """One fault of the emulation: `find` in `file` becomes `replace`. `problem`: the spec, by its name in the tests,
-    under which it must leave the bounds of one of `outputs`.
+    under which it must leave the bounds of one of `outputs`. `gates` and `place`, as of `Fault`: of those that show in
+    cells, so that the audit runs them.
     """
 
     name: str
@@ -59,6 +60,14 @@ class ModelFault:
     replace: str
     problem: str
     outputs: tuple[str, ...]
+    gates: tuple[str, ...] = ()
+    place: str = ""
+    verdict: str = "fail"
+
+    @property
+    def adapter(self) -> str:
+        """How `--adapter` names the faulty model."""
+        return f"{__name__}:{self.name}"
 
 
 def _entries(file: str) -> list[dict[str, Any]]:
@@ -76,13 +85,24 @@ def catalogue() -> dict[str, Fault]:
 @cache
 def model_catalogue() -> dict[str, ModelFault]:
     """All faults seeded in the emulation, by name."""
-    faults = [ModelFault(**entry | {"outputs": tuple(entry["outputs"])}) for entry in _entries("model.toml")]
+    lists = ("outputs", "gates")
+    faults = [
+        ModelFault(**entry | {name: tuple(entry[name]) for name in lists if name in entry})
+        for entry in _entries("model.toml")
+    ]
     return {fault.name: fault for fault in faults}
 
 
-def seed(fault: Fault) -> Any:
-    """The faulty adapter class of the Triton backend. Raises FaultError."""
-    return importlib.import_module(f"{patched(fault, 'paged')}.adapter").Adapter
+@cache
+def audited() -> dict[str, Fault | ModelFault]:
+    """All faults that show in cells, by name: those of the Triton backend, then those of the model's backward."""
+    return catalogue() | {name: fault for name, fault in model_catalogue().items() if fault.gates}
+
+
+def seed(fault: Fault | ModelFault) -> Any:
+    """The faulty adapter class of the Triton backend, or of the model. Raises FaultError."""
+    backend = "emulation" if isinstance(fault, ModelFault) else "paged"
+    return importlib.import_module(f"{patched(fault, backend)}.adapter").Adapter
 
 
 def patched(fault: Fault | ModelFault, backend: str) -> str:
@@ -108,7 +128,7 @@ def patched(fault: Fault | ModelFault, backend: str) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    faults = catalogue()
+    faults: dict[str, Fault | ModelFault] = {**model_catalogue(), **catalogue()}
     if name in faults:
         return seed(faults[name])
-    raise AttributeError(f"no seeded fault {name!r}; faults: {', '.join(faults)}")
+    raise AttributeError(f"no seeded fault {name!r}; faults: {', '.join(audited())}")
