@@ -15,7 +15,7 @@ from sacts.reports.records import Finding, Gate
 
 from .batch import cut, join, join_inputs
 from .build import Problem
-from .gates import intervals, witnesses
+from .gates import generic, intervals, witnesses
 from .gates.count import judge_count
 from .gates.layout import judge_layout, launch_poisoned
 from .launch import Launcher, Observed
@@ -86,6 +86,19 @@ def diagnose(launcher: Launcher, suspected: Sequence[tuple[Batch, set[int]]]) ->
                 return replace_sentence(together.blame_merge(finding), words)
     words = "its bits changed from launch to launch, and not when that was repeated: the backend is not deterministic"
     return Finding(Gate.LAYOUT, "the whole launch", words)
+
+
+def diagnose_drawn(launcher: Launcher, copy: Copy, bounds: generic.Bounds, together: Finding) -> Finding:
+    """A finding of gates B to D in a launch of all copies: is it there alone, and with one split?"""
+    alone = bounds.first(launcher(copy.problem, copy.inputs))
+    if alone is None:
+        return replace_sentence(together, f"{together.sentence} (only in the company of other requests)")
+    splits = copy.problem.hints.num_splits
+    single = replace(copy.problem.hints, num_splits=1)
+    if splits == 1 or bounds.first(launcher(copy.problem, copy.inputs, hints=single)):
+        return alone
+    sentence = f"right with 1 split, wrong with {splits}: {alone.sentence}"
+    return Finding(Gate.MERGE, alone.place, sentence, use=alone.use)
 
 
 def replace_sentence(finding: Finding, sentence: str) -> Finding:

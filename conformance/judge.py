@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 import numpy as np
 
 from sacts.matrices.cell import Cell
-from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Verdict
+from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sample, Verdict
 
 from . import conventions
 from .adapter import Refused, Support
 from .build import Problem
-from .diagnosis import GATE_OF, batches, diagnose, use_of
-from .gates import intervals
+from .diagnosis import GATE_OF, Batch, batches, diagnose, diagnose_drawn, use_of
+from .gates import generic, intervals
 from .gates.layout import changed
 from .gates.witnesses import used
 from .launch import AdapterRaised, ContractBroken, Launcher, Observed
@@ -32,9 +32,10 @@ class _Sheet:
     """What has been found so far; becomes a record."""
 
     record: Record
-    gates: dict[str, str]
-    use: dict[str, float]
-    probes: dict[str, ProbeResult]
+    gates: dict[str, str] = field(default_factory=dict)
+    use: dict[str, float] = field(default_factory=dict)
+    probes: dict[str, ProbeResult] = field(default_factory=dict)
+    samples: dict[str, Sample] = field(default_factory=dict)
 
     def reach(self, failed: Gate | None) -> None:
         """Set what each gate said: all before the one that failed passed. A failure blamed on the merge showed at
@@ -61,6 +62,7 @@ class _Sheet:
             gates=gates,
             use=dict(self.use),
             probes=dict(self.probes),
+            samples=dict(self.samples),
         )
 
 
@@ -85,7 +87,7 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     """The record of one cell. Exceptions of the adapter become verdicts; anything else that escapes is the suite's
     fault.
     """
-    sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN), {}, {}, {})
+    sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN))
     try:
         capabilities = launcher.backend.capabilities
         problem = conventions.problem_for(cell, replicate, capabilities)
@@ -155,7 +157,25 @@ def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding
             for again in [batch.launch_poisoned(launcher, 1)]
         ]
     suspected = [(batch, suspects) for batch, suspects in suspected if suspects]
-    return diagnose(launcher, suspected) if suspected else None
+    return diagnose(launcher, suspected) if suspected else _drawn(launcher, groups, first, sheet)
+
+
+def _drawn(
+    launcher: Launcher, groups: Sequence[Batch], seen: Sequence[Sequence[Observed]], sheet: _Sheet
+) -> Finding | None:
+    """Gates B, C and D of the copy whose inputs are drawn, where gate A has passed."""
+    pairs = [pair for batch, some in zip(groups, seen, strict=True) for pair in zip(batch.copies, some, strict=True)]
+    copy, observed = next((copy, each) for copy, each in pairs if "random" in copy.judged)
+    problem = copy.problem
+    bounds = generic.bounds(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
+    said = bounds.judge(observed) if bounds else {}
+    sheet.gates.update((gate, NOT_APPLICABLE) for gate in generic.GATES if gate not in said)
+    if bounds is None or not said:
+        return None
+    sheet.samples.update(bounds.samples)
+    sheet.use.update((gate, each.use) for gate, each in said.items())
+    finding = bounds.first(observed)
+    return diagnose_drawn(launcher, copy, bounds, finding) if finding else None
 
 
 def _note(sheet: _Sheet, made: Sequence[Copy], observed: Sequence[Observed]) -> None:

@@ -80,6 +80,13 @@ def model_catalogue() -> dict[str, ModelFault]:
     return {fault.name: fault for fault in faults}
 
 
+@cache
+def drawn_catalogue() -> dict[str, ModelFault]:
+    """All faults of the emulation that only drawn inputs show, by name: `problem` is the cell, `outputs` the gate."""
+    faults = [ModelFault(**entry | {"outputs": tuple(entry["outputs"])}) for entry in _entries("drawn.toml")]
+    return {fault.name: fault for fault in faults}
+
+
 def seed(fault: Fault) -> Any:
     """The faulty adapter class of the Triton backend. Raises FaultError."""
     return importlib.import_module(f"{patched(fault, 'paged')}.adapter").Adapter
