@@ -102,7 +102,7 @@ def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> lis
     for level, variants in {**LEVELS, EXACT: _exact}.items():
         with _busy(launcher.device) if level == Determinism.RUN_TO_RUN else nullcontext():
             runs = [(launcher(v.problem, v.inputs, hints=v.hints), v) for v in variants(problem, inputs, repeats)]
-        found += [_measured(launcher.backend, problem, allowed, level, name, first, runs) for name in outputs(first)]
+        found += [measured(launcher.backend, problem, allowed, level, name, first, runs) for name in outputs(first)]
     return found
 
 
@@ -111,7 +111,7 @@ def outputs(observed: Observed) -> tuple[str, ...]:
     return ("out",) if observed.lse is None else ("out", "lse")
 
 
-def _measured(
+def measured(
     backend: Backend,
     problem: Problem,
     allowed: Expected,
@@ -120,6 +120,7 @@ def _measured(
     first: Observed,
     runs: list[tuple[Observed, Variant]],
 ) -> Measurement:
+    """One output at one level: `first` and variants of it, whose rows are some of its rows."""
     values, _ = _of(first, output)
     low, high, seen = values.copy(), values.copy(), [{row.tobytes()} for row in _by_row(values)]
     heads = problem.spec.num_qo_heads

@@ -53,6 +53,7 @@ class Gate(StrEnum):
     CANDIDATE = "candidate"  # the part of one candidate in the error of a row
     COMMON = "common"  # what all rows have in common: a gain, a bias
     MERGE = "merge"
+    DETERMINISM = "determinism"  # a promise of equal bits
 
 
 PROVES = {
