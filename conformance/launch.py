@@ -81,17 +81,25 @@ class Launcher:
             raise AdapterRaised("support(spec)") from error
 
     def __call__(
-        self, problem: Problem, inputs: Inputs, *, hints: Hints | None = None, surroundings: Surroundings = CLEAN
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        *,
+        hints: Hints | None = None,
+        surroundings: Surroundings = CLEAN,
+        between: Callable[[], object] = lambda: None,
     ) -> Observed:
-        """One launch. Raises ContractBroken, AdapterRaised, or Refused where the backend refuses the spec."""
-        launch = _Launch(self.backend, self.device, problem, inputs, hints or problem.hints, surroundings)
+        """One launch; `between`: what happens after its plan. Raises ContractBroken, AdapterRaised, or Refused where
+        the backend refuses the spec.
+        """
+        launch = _Launch(self.backend, self.device, problem, inputs, hints or problem.hints, surroundings, between)
         self._on_launch(problem.spec not in self._launched)
         self._launched.add(problem.spec)
         with _filled_memory(self._returns_own is True):
             observed, own = launch.run()
         if own and not self._returns_own:  # its empty tensors were not yet filled with NaN: once more, under the fill
             self._returns_own = True
-            return self(problem, inputs, hints=hints, surroundings=surroundings)
+            return self(problem, inputs, hints=hints, surroundings=surroundings, between=between)
         self._returns_own = own
         return observed
 
@@ -102,11 +110,12 @@ def _filled_memory(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,7 @@ class _Launch:
     inputs: Inputs
     hints: Hints
     surroundings: Surroundings
+    between: Callable[[], object]
 
     @cached_property
     def _out(self) -> tensors.Guarded:
@@ -201,7 +211,7 @@ class _Launch:
             size = self.backend.workspace_bytes(case)
             workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
             self._fill(workspace.inner)
-            outputs = self.backend.run(replace(case, workspace=workspace.inner))
+            outputs = self.backend.run(replace(case, workspace=workspace.inner), self.between)
             if self.device.startswith("cuda"):
                 torch.cuda.synchronize(self.device)
         except Refused:

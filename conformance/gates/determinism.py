@@ -14,7 +14,7 @@ from sacts.reference.spec import CandidateKind, Hints
 from sacts.reports.records import Finding, Gate
 
 from ..adapter import Determinism
-from ..determinism import Measurement, measured, outputs
+from ..determinism import Measurement, measured, outputs, widths
 from ..launch import Launcher, Observed
 from ..probes.copies import Copy
 from ..relations import Variant, chosen, relabelled, repeated, shuffled
@@ -43,7 +43,7 @@ def repeats(launcher: Launcher, copy: Copy, seen: Sequence[Observed]) -> list[Me
     """Several launches of one call, by output."""
     runs = [(each, repeated(copy.problem, copy.inputs)) for each in seen[1:]]
     return [
-        measured(launcher.backend, copy.problem, copy.expected, Determinism.RUN_TO_RUN, name, seen[0], runs)
+        measured(launcher.backend, copy.problem, widths(copy.expected), Determinism.RUN_TO_RUN, name, seen[0], runs)
         for name in outputs(seen[0])
     ]
 
@@ -80,7 +80,8 @@ class Bits:
         first = self.together if batch else self._alone
         run = self._run(batch, tuple(varied or levels))
         last = (varied or levels)[-1]
-        return measured(self.launcher.backend, self.copy.problem, self.copy.expected, last, output, first, [run])
+        width = widths(self.copy.expected)
+        return measured(self.launcher.backend, self.copy.problem, width, last, output, first, [run])
 
     def _run(self, batch: bool, levels: tuple[Determinism, ...]) -> tuple[Observed, Variant]:
         """One launch for all outputs: of the busiest request alone where the batch must not matter, else of the whole
