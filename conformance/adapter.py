@@ -8,7 +8,7 @@ Everything else is optional: `name`, `capabilities`, `support(spec)`, `workspace
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -305,10 +305,12 @@ class Backend:
         """What it makes of the lists."""
         return self.adapter.normalize(case)  # type: ignore[no-any-return]
 
-    def run(self, case: Case) -> Outputs:
-        """Plan where the adapter plans, then run."""
-        plan = getattr(self.adapter, "plan", None)
-        return self.adapter.run(case, plan(case)) if plan else self.adapter.run(case)  # type: ignore[no-any-return]
+    def run(self, case: Case, between: Callable[[], object] = lambda: None) -> Outputs:
+        """Plan where the adapter plans, do what stands `between`, then run."""
+        planner = getattr(self.adapter, "plan", None)
+        planned = (planner(case),) if planner else ()
+        between()
+        return self.adapter.run(case, *planned)  # type: ignore[no-any-return]
 
     @property
     def has_backward(self) -> bool:

@@ -4,9 +4,10 @@ ways. Without a promise a result may vary within its bound; with one its bits ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 
 import msgspec
@@ -17,14 +18,15 @@ from numpy.typing import NDArray
 from sacts.matrices.cell import Cell
 from sacts.reference.bounds import Expected, expected
 from sacts.reference.forward import Inputs
+from sacts.reference.numerics import Numerics
 from sacts.reference.spec import Hints
 
-from .adapter import Backend, Determinism
+from .adapter import Backend, Consumes, Determinism
 from .build import Problem
 from .conventions import problem_for
 from .launch import Launcher, Observed, place_of
 from .probes.inputs import RANDOM
-from .relations import Variant, chosen, heads_reversed, hinted, relabelled, repeated, scaled, shuffled
+from .relations import RELATIONS, Variant, chosen, heads_reversed, hinted, relabelled, repeated, scaled, shuffled
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -35,7 +37,8 @@ LOAD = 2048  # side of the matrices that keep a GPU busy while it is measured
 
 class Measurement(msgspec.Struct, frozen=True):
     """One output at one level. `distinct`: the most different results that any row had; `range_use`: the largest
-    distance of two launches over what the bound allows; `place`: the first row that differs, or empty.
+    distance of two launches over what the bound allows; `place`: the first row that differs, and `variant` the call
+    that lies farthest from the original, or empty.
     """
 
     level: str
@@ -45,6 +48,7 @@ class Measurement(msgspec.Struct, frozen=True):
     range_use: float
     place: str
     promised: bool
+    variant: str = ""
 
     @property
     def kept(self) -> bool:
@@ -102,8 +106,41 @@ def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> lis
     for level, variants in {**LEVELS, EXACT: _exact}.items():
         with busy(launcher.device) if level == Determinism.RUN_TO_RUN else nullcontext():
             runs = [(launcher(v.problem, v.inputs, hints=v.hints), v) for v in variants(problem, inputs, repeats)]
-        found += [_measured(launcher.backend, problem, allowed, level, name, first, runs) for name in outputs(first)]
-    return found
+        width = widths(allowed)
+        found += [measured(launcher.backend, problem, width, level, name, first, runs) for name in outputs(first)]
+    return [*found, *_related(launcher, problem, (inputs, first), numerics)]
+
+
+def _related(
+    launcher: Launcher, problem: Problem, original: tuple[Inputs, Observed], numerics: Numerics
+) -> Iterator[Measurement]:
+    """The relations that take a launch of their own: each variant beside its original, apart by no more than both of
+    them may err.
+    """
+    sees_lists = launcher.backend.capabilities.consumes is Consumes.RAW
+    for name, relation in RELATIONS.items():
+        inputs, variants = relation.make(problem, original[0])
+        if not variants or (relation.raw and not sees_lists):
+            continue
+        first = original[1] if inputs is original[0] else launcher(problem, inputs)
+        runs = [(_launched(launcher, variant), variant) for variant in variants]
+        calls = [(problem, inputs), *((each.problem, each.inputs) for each in variants)]
+        width = widths(*(expected(p.spec, i, p.table, p.candidates, numerics) for p, i in calls))
+        for output in outputs(first):
+            bits = relation.bits and promised(launcher.backend, output, Determinism.RUN_TO_RUN)
+            each = measured(launcher.backend, problem, width, name, output, first, runs)
+            yield msgspec.structs.replace(each, promised=bits)
+
+
+def _launched(launcher: Launcher, variant: Variant) -> Observed:
+    call = partial(launcher, variant.problem, variant.inputs, hints=variant.hints)
+    return call(between=partial(launcher, *variant.between)) if variant.between else call()
+
+
+def widths(*calls: Expected) -> dict[str, Array]:
+    """How far results of one call, or of several that must give the same, may lie apart, by output."""
+    low, high = (np.array([getattr(each, end) for each in calls]) for end in ("out_lo", "out_hi"))
+    return {"out": high.max(axis=0) - low.min(axis=0), "lse": 2 * np.max([each.lse_bound for each in calls], axis=0)}
 
 
 def outputs(observed: Observed) -> tuple[str, ...]:
@@ -111,29 +148,29 @@ def outputs(observed: Observed) -> tuple[str, ...]:
     return ("out",) if observed.lse is None else ("out", "lse")
 
 
-def _measured(
+def measured(
     backend: Backend,
     problem: Problem,
-    allowed: Expected,
+    width: Mapping[str, Array],
     level: str,
     output: str,
     first: Observed,
     runs: list[tuple[Observed, Variant]],
 ) -> Measurement:
+    """One output at one level: `first` and variants of it, whose rows are some of its rows; `width`: see `widths`."""
     values, _ = _of(first, output)
     low, high, seen = values.copy(), values.copy(), [{row.tobytes()} for row in _by_row(values)]
-    heads = problem.spec.num_qo_heads
+    heads, farthest, name = problem.spec.num_qo_heads, 0.0, ""
     for observed, variant in runs:
         out, lse = variant.undone(observed)
         found, tokens = out if output == "out" else lse, variant.tokens
         assert found is not None
         low[tokens], high[tokens] = np.minimum(low[tokens], found), np.maximum(high[tokens], found)
+        apart = _use(found, values[tokens], width[output][tokens])
+        farthest, name = max((farthest, name), (apart, variant.name))
         places = (tokens[:, None] * heads + np.arange(heads)).ravel()
         for at, row in zip(places.tolist(), _by_row(found), strict=True):
             seen[at].add(row.tobytes())
-    width = allowed.out_hi - allowed.out_lo if output == "out" else 2 * allowed.lse_bound
-    with np.errstate(invalid="ignore", divide="ignore"):
-        use = np.where(high > low, (high - low) / width, 0.0)
     counts = np.array([len(each) for each in seen])
     place = place_of(problem.spec, *divmod(int(np.argmax(counts > 1)), heads)) if (counts > 1).any() else ""
     return Measurement(
@@ -141,10 +178,18 @@ def _measured(
         output=output,
         launches=len(runs) + 1,
         distinct=int(counts.max(initial=1)),
-        range_use=float(np.nan_to_num(use, nan=0.0, posinf=1e30).max(initial=0.0)),
+        range_use=_use(high, low, width[output]),
         place=place,
         promised=promised(backend, output, level),
+        variant=name if place else "",
     )
+
+
+def _use(one: Array, other: Array, width: Array) -> float:
+    """The largest distance over what is allowed; 0 where both values are the same infinity."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        use = np.where(one != other, np.abs(one - other) / width, 0.0)
+    return float(np.nan_to_num(use, nan=0.0, posinf=1e30).max(initial=0.0))
 
 
 def promised(backend: Backend, output: str, level: str) -> bool:

@@ -15,10 +15,11 @@ from sacts.reports.records import Finding, Gate
 
 from .batch import cut, join, join_inputs
 from .build import Problem
-from .gates import intervals, witnesses
+from .gates import generic, intervals, witnesses
 from .gates.count import judge_count
-from .gates.layout import judge_layout, launch_poisoned
-from .launch import Launcher, Observed
+from .gates.determinism import judge_repeats
+from .gates.layout import changed, judge_layout, launch_poisoned
+from .launch import WHOLE, Launcher, Observed
 from .probes.copies import Copy
 from .probes.inputs import dithered
 
@@ -31,6 +32,7 @@ GATE_OF = {
     "comb": Gate.PAIRING,
     "random": Gate.OUT,
 }
+REPEATS = 3  # of a launch whose bits may vary
 SEPARATE = "span"  # caches of such strides are so large that each copy is launched by itself
 
 
@@ -72,6 +74,25 @@ def use_of(copy: Copy, observed: Observed) -> float:
     return max(out, intervals.largest(intervals.lse_use(copy.expected, observed)))
 
 
+def diagnose_bits(
+    launcher: Launcher, differing: Sequence[tuple[Batch, set[int]]], seen: Sequence[tuple[Copy, Observed, Observed]]
+) -> Finding | None:
+    """Bits that differ between two launches with other poison, both within their bounds: does the same call vary by
+    itself, which only a promise forbids, or does the poison matter?
+    """
+    promise = next((finding for each in seen if (finding := judge_repeats(launcher, each[0], each[1:]))), None)
+    if any(_varies(launcher, batch) for batch, _ in differing):
+        return promise
+    finding = diagnose(launcher, differing)
+    return promise if finding.gate is Gate.DETERMINISM else finding
+
+
+def _varies(launcher: Launcher, batch: Batch) -> bool:
+    """Whether a launch without poison gives other bits when it is repeated."""
+    first = launcher(batch.problem, batch.inputs)
+    return any(changed(first, launcher(batch.problem, batch.inputs)) for _ in range(REPEATS))
+
+
 def diagnose(launcher: Launcher, suspected: Sequence[tuple[Batch, set[int]]]) -> Finding:
     """The first gate that fails: on the suspected copies one by one, then among all that shared a launch."""
     alone = _Clean(launcher, [batch.copies[n] for batch, suspects in suspected for n in sorted(suspects)])
@@ -84,8 +105,21 @@ def diagnose(launcher: Launcher, suspected: Sequence[tuple[Batch, set[int]]]) ->
             if finding is not None:
                 words = f"{finding.sentence} (only in the company of {batch.problem.spec.num_requests} requests)"
                 return replace_sentence(together.blame_merge(finding), words)
-    words = "its bits changed from launch to launch, and not when that was repeated: the backend is not deterministic"
-    return Finding(Gate.LAYOUT, "the whole launch", words)
+    words = "it differed from launch to launch, and not when that was repeated: the backend is not deterministic"
+    return Finding(Gate.DETERMINISM, WHOLE, words)
+
+
+def diagnose_drawn(launcher: Launcher, copy: Copy, bounds: generic.Bounds, together: Finding) -> Finding:
+    """A finding of gates B to D in a launch of all copies: is it there alone, and with one split?"""
+    alone = bounds.first(launcher(copy.problem, copy.inputs))
+    if alone is None:
+        return replace_sentence(together, f"{together.sentence} (only in the company of other requests)")
+    splits = copy.problem.hints.num_splits
+    single = replace(copy.problem.hints, num_splits=1)
+    if splits == 1 or bounds.first(launcher(copy.problem, copy.inputs, hints=single)):
+        return alone
+    sentence = f"right with 1 split, wrong with {splits}: {alone.sentence}"
+    return Finding(Gate.MERGE, alone.place, sentence, use=alone.use)
 
 
 def replace_sentence(finding: Finding, sentence: str) -> Finding:

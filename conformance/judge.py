@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 import numpy as np
 
 from sacts.matrices.cell import Cell
-from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Verdict
+from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sample, Verdict
 
 from . import conventions, inspection
 from .adapter import Refused, Support
 from .build import Problem
-from .diagnosis import GATE_OF, batches, diagnose, use_of
-from .gates import intervals
+from .determinism import outputs
+from .diagnosis import GATE_OF, Batch, batches, diagnose, diagnose_bits, diagnose_drawn, use_of
+from .gates import determinism, generic, intervals
 from .gates.layout import changed
 from .gates.witnesses import used
 from .gradients import judge_gradients
@@ -33,9 +34,10 @@ class _Sheet:
     """What has been found so far; becomes a record."""
 
     record: Record
-    gates: dict[str, str]
-    use: dict[str, float]
-    probes: dict[str, ProbeResult]
+    gates: dict[str, str] = field(default_factory=dict)
+    use: dict[str, float] = field(default_factory=dict)
+    probes: dict[str, ProbeResult] = field(default_factory=dict)
+    samples: dict[str, Sample] = field(default_factory=dict)
 
     def reach(self, failed: Gate | None) -> None:
         """Set what each gate said: all before the one that failed passed. A failure blamed on the merge showed at
@@ -62,6 +64,7 @@ class _Sheet:
             gates=gates,
             use=dict(self.use),
             probes=dict(self.probes),
+            samples=dict(self.samples),
         )
 
 
@@ -86,7 +89,7 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     """The record of one cell. Exceptions of the adapter become verdicts; anything else that escapes is the suite's
     fault.
     """
-    sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN), {}, {}, {})
+    sheet = _Sheet(blank(adapter, launcher.device, cell.id, replicate, Verdict.NOT_RUN))
     try:
         capabilities = launcher.backend.capabilities
         problem = conventions.problem_for(cell, replicate, capabilities)
@@ -147,7 +150,8 @@ def _judge_refusal(launcher: Launcher, problem: Problem, support: Support, sheet
 
 def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding | None:
     """Two launches of all copies, poisoned in complementary ways. Where both lie within their bounds and agree to the
-    bit, nothing that must not matter did, and nothing else is launched. Every copy is seen before one is blamed.
+    bit, nothing that must not matter did, and only promises of equal bits cost another launch. Every copy is seen
+    before one is blamed.
     """
     groups = batches(made)
     try:
@@ -161,14 +165,63 @@ def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding
         suspected.append((batch, suspects))
         if not suspects:
             _note(sheet, batch.copies, seen)
-    if not any(suspects for _, suspects in suspected):
-        suspected = [
-            (batch, {n for n, (one, other) in enumerate(zip(seen, again, strict=True)) if changed(one, other)})
-            for batch, seen in zip(groups, first, strict=True)
-            for again in [batch.launch_poisoned(launcher, 1)]
-        ]
     suspected = [(batch, suspects) for batch, suspects in suspected if suspects]
-    return diagnose(launcher, suspected) if suspected else None
+    if suspected:
+        return diagnose(launcher, suspected)
+    second = [batch.launch_poisoned(launcher, 1) for batch in groups]
+    return (
+        _differing(launcher, groups, first, second, sheet)
+        or _drawn(launcher, *_random(groups, first), sheet)
+        or _promises(launcher, *_random(groups, first), sheet)
+    )
+
+
+def _random(groups: Sequence[Batch], seen: Sequence[Sequence[Observed]]) -> tuple[Copy, Observed]:
+    """The copy whose inputs are drawn, and what came back for it."""
+    pairs = [pair for batch, some in zip(groups, seen, strict=True) for pair in zip(batch.copies, some, strict=True)]
+    return next((copy, each) for copy, each in pairs if "random" in copy.judged)
+
+
+def _differing(
+    launcher: Launcher,
+    groups: Sequence[Batch],
+    first: Sequence[Sequence[Observed]],
+    second: Sequence[Sequence[Observed]],
+    sheet: _Sheet,
+) -> Finding | None:
+    """Bits that two launches with other poison do not share, and how far apart they lie."""
+    differing, seen = [], []
+    for batch, one, other in zip(groups, first, second, strict=True):
+        places = {n for n in range(len(batch.copies)) if changed(one[n], other[n])}
+        seen += [(batch.copies[n], one[n], other[n]) for n in sorted(places)]
+        differing += [(batch, places)] if places else []
+    for copy, *pair in seen:
+        apart = max(each.range_use for each in determinism.repeats(launcher, copy, pair))
+        sheet.use[Gate.DETERMINISM] = max(sheet.use.get(Gate.DETERMINISM, 0.0), apart)
+    return diagnose_bits(launcher, differing, seen) if differing else None
+
+
+def _drawn(launcher: Launcher, copy: Copy, observed: Observed, sheet: _Sheet) -> Finding | None:
+    """Gates B, C and D of the copy whose inputs are drawn, where gate A has passed."""
+    problem = copy.problem
+    bounds = generic.bounds(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
+    said = bounds.judge(observed) if bounds else {}
+    sheet.gates.update((gate, NOT_APPLICABLE) for gate in generic.GATES if gate not in said)
+    if bounds is None or not said:
+        return None
+    sheet.samples.update(bounds.samples)
+    sheet.use.update((gate, each.use) for gate, each in said.items())
+    finding = bounds.first(observed)
+    return diagnose_drawn(launcher, copy, bounds, finding) if finding else None
+
+
+def _promises(launcher: Launcher, copy: Copy, observed: Observed, sheet: _Sheet) -> Finding | None:
+    """Gate determinism, where the backend promises anything that a cell can hold it to."""
+    if not any(determinism.promised(launcher, name) for name in outputs(observed)):
+        sheet.gates[Gate.DETERMINISM] = NOT_APPLICABLE
+        return None
+    sheet.use.setdefault(Gate.DETERMINISM, 0.0)
+    return determinism.Bits(launcher, copy, observed).finding()
 
 
 def _of_gradients(launcher: Launcher, problem: Problem, sheet: _Sheet) -> Finding | None:

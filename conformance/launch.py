@@ -83,10 +83,19 @@ class Launcher:
             raise AdapterRaised("support(spec)") from error
 
     def __call__(
-        self, problem: Problem, inputs: Inputs, *, hints: Hints | None = None, surroundings: Surroundings = CLEAN
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        *,
+        hints: Hints | None = None,
+        surroundings: Surroundings = CLEAN,
+        between: Callable[[], object] = lambda: None,
     ) -> Observed:
-        """One launch. Raises ContractBroken, AdapterRaised, or Refused where the backend refuses the spec."""
-        return self.perform(_Forward(self.backend, self.device, problem, inputs, hints or problem.hints, surroundings))
+        """One launch; `between`: what happens after its plan. Raises ContractBroken, AdapterRaised, or Refused where
+        the backend refuses the spec.
+        """
+        where = self.backend, self.device, problem, inputs, hints or problem.hints, surroundings
+        return self.perform(_Forward(*where, between))
 
     def perform(self, launch: Launched[T]) -> T:
         """Make a launch, forward or backward: `launch` holds no state yet. Raises as a call does."""
@@ -113,11 +122,12 @@ def _filled_memory(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 @dataclass(frozen=True)
@@ -278,11 +288,14 @@ class Launched(Generic[T]):
             raise ContractBroken(f"{place}: {name} was never written ({len(left)} of {tensor.numel()} elements)", place)
 
 
+@dataclass(frozen=True)
 class _Forward(Launched[Observed]):
-    """A launch of `run`."""
+    """A launch of `run`; `between`: what happens after its plan."""
+
+    between: Callable[[], object] = lambda: None
 
     def call(self, case: Case) -> Any:
-        return self.backend.run(case)
+        return self.backend.run(case, self.between)
 
     def returns_own(self, result: Outputs) -> bool:
         return result.out.data_ptr() != self._out.inner.data_ptr()

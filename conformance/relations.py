@@ -4,19 +4,23 @@ has for its rows; a backend that promises more gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import log
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sacts.reference.candidates import CandidateLists, ValidatedCandidates
+from sacts.matrices.cell import Cell
+from sacts.reference.candidates import CandidateLists, ValidatedCandidates, lists_of, rows_of, validate
 from sacts.reference.forward import Inputs
 from sacts.reference.paging import PagedCache
-from sacts.reference.spec import AttentionSpec, Dropout, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, Dropout, Hints
 
-from .build import Problem
+from .adapter import PADDING
+from .build import Problem, build
 from .launch import Observed
 
 Ints = NDArray[np.int64]
@@ -25,7 +29,8 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True)
 class Variant:
     """A call that must give what the original gives: token i of its result is token `tokens[i]` of the original's,
-    query head h its query head `heads[h]` (empty: h), and out is `factor` times as large.
+    query head h its query head `heads[h]` (empty: h), out is `factor` times as large, and `shift` is added to lse.
+    `between`: another call that is planned and run after this one was planned, and before it runs.
     """
 
     name: str
@@ -35,11 +40,14 @@ class Variant:
     tokens: Ints
     heads: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     factor: float = 1.0
+    shift: float = 0.0
+    between: tuple[Problem, Inputs] | None = None
 
     def undone(self, observed: Observed) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
         """out and lse of the variant under the names and in the size of the original, [tokens of the variant, ...]."""
         back = np.argsort(self.heads) if len(self.heads) else slice(None)
-        return observed.out[:, back] / self.factor, None if observed.lse is None else observed.lse[:, back]
+        lse = None if observed.lse is None else observed.lse[:, back] - self.shift
+        return observed.out[:, back] / self.factor, lse
 
 
 def repeated(problem: Problem, inputs: Inputs) -> Variant:
@@ -153,3 +161,123 @@ def hinted(problem: Problem, inputs: Inputs, hints: Hints) -> Variant:
     """Other hints: they may change rounding, never the function."""
     name = f"{hints.num_splits} splits, tiles of {hints.kv_tile}"
     return Variant(name, problem, inputs, hints, np.arange(problem.spec.num_tokens))
+
+
+# --- relations: inputs of an original, and variants of it that a right backend answers alike
+
+QUERY, KEY = 8.0, 16.0  # of the channel that shifts logits, exact in every dtype
+APPENDED = 3  # masked entries that join a list, at most
+
+
+class Relation(NamedTuple):
+    """`make`: the inputs of the original and its variants, none where the relation says nothing here. `raw`: only a
+    consumer of raw lists sees a difference. `bits`: a backend that repeats its bits must repeat them here.
+    """
+
+    make: Callable[[Problem, Inputs], tuple[Inputs, list[Variant]]]
+    raw: bool = False
+    bits: bool = False
+
+
+def logits_shifted(problem: Problem, inputs: Inputs) -> tuple[Inputs, list[Variant]]:
+    """One channel of q and K adds the same number to every logit of the call: lse moves by it, out stays."""
+    spec = problem.spec
+    if spec.rope or spec.logits_soft_cap or spec.sink_logits or spec.k_codec:
+        return inputs, []
+
+    def with_key(size: float) -> Inputs:
+        q, k = inputs.q.copy(), inputs.k.data.copy()
+        q[..., 0], k[..., 0] = QUERY, size
+        return inputs._replace(q=q, k=replace(inputs.k, data=k))
+
+    return with_key(0.0), [
+        replace(
+            repeated(problem, with_key(size)),
+            name=f"every logit {spec.sm_scale * QUERY * size:+.3g}",
+            shift=spec.sm_scale * QUERY * size,
+        )
+        for size in (-KEY, KEY)
+    ]
+
+
+def padding_moved(problem: Problem, inputs: Inputs) -> tuple[Inputs, list[Variant]]:
+    """Two sentinels at the head, in the middle and at the tail of every list."""
+    rows = rows_of(problem.raw.indptr)
+    real = problem.raw.indices != PADDING
+    values, rows = problem.raw.indices[real], rows[real]
+    lengths = np.bincount(rows, minlength=problem.spec.num_rows)
+    ordinal = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
+    every = np.repeat(np.arange(problem.spec.num_rows), 2)
+    variants = []
+    for name, place in (("head", 0 * lengths), ("middle", lengths // 2), ("tail", lengths)):
+        order = np.lexsort((np.concatenate((ordinal, place[every] - 0.5)), np.concatenate((rows, every))))
+        raw = lists_of(
+            np.concatenate((rows, every))[order],
+            np.concatenate((values, np.full(len(every), PADDING)))[order],
+            problem.spec.num_rows,
+        )
+        variants.append(replace(_with_lists(problem, inputs, raw), name=f"padding at the {name}"))
+    return inputs, variants
+
+
+def masked_appended(problem: Problem, inputs: Inputs) -> tuple[Inputs, list[Variant]]:
+    """Entries that the window or, in block lists, the causal rule hides whole, named behind the others."""
+    spec = problem.spec
+    if spec.candidate_kind is CandidateKind.SEQUENCE:
+        return inputs, []
+    rows, values = [rows_of(problem.raw.indptr)], [problem.raw.indices]
+    for row in range(spec.num_rows):
+        token = row // spec.num_kv_heads
+        position, request = spec.token_position[token], spec.token_request[token]
+        first = np.arange(-(-spec.seq_lens[request] // spec.block_size)) * spec.block_size
+        hidden = np.zeros(len(first), bool)
+        if spec.causal is not CausalRule.NONE and spec.block_size > 1:
+            hidden |= first > position
+        if spec.window_left >= 0:
+            hidden |= first + spec.block_size - 1 < position - spec.window_left
+        named = problem.raw.indices[problem.raw.indptr[row] : problem.raw.indptr[row + 1]]
+        more = np.setdiff1d(np.flatnonzero(hidden), named)[-APPENDED:]
+        rows.append(np.full(len(more), row))
+        values.append(more)
+    if not sum(map(len, values[1:])):
+        return inputs, []
+    raw = lists_of(np.concatenate(rows), np.concatenate(values), spec.num_rows)
+    return inputs, [replace(_with_lists(problem, inputs, raw), name="masked entries behind each list")]
+
+
+def entries_repeated(problem: Problem, inputs: Inputs) -> tuple[Inputs, list[Variant]]:
+    """Every list twice over: nothing changes in a set; in a multiset lse moves by ln 2; in a sequence it is an error,
+    which `validate` raises.
+    """
+    rows = rows_of(problem.raw.indptr)
+    raw = lists_of(np.tile(rows, 2), np.tile(problem.raw.indices, 2), problem.spec.num_rows)
+    multiset = problem.spec.candidate_kind is CandidateKind.MULTISET
+    variant = _with_lists(problem, inputs, raw)
+    return inputs, [replace(variant, name="each list twice over", shift=log(2) if multiset else 0.0)]
+
+
+def planned_early(problem: Problem, inputs: Inputs) -> tuple[Inputs, list[Variant]]:
+    """Planned, then another spec planned and run, then run."""
+    cell = problem.cell
+    kv = (37, 5) if problem.spec.seq_lens != (37, 5) else (21,)
+    other = build(Cell("decode", cell.dtype, kv, heads=cell.heads, dim=cell.dim, page=cell.page))
+    shapes = (other.spec.num_tokens, other.spec.num_qo_heads), (*other.slot_request.shape, other.spec.num_kv_heads)
+    draw = other.draw("between")
+    q, k, v = (draw.signs((*shapes[part], cell.dim)) for part in (0, 1, 1))
+    other = replace(other, spec=replace(other.spec, sm_scale=problem.spec.sm_scale))
+    variant = replace(repeated(problem, inputs), name="another spec between plan and run")
+    return inputs, [replace(variant, between=(other, other.inputs(q, k, v)))]
+
+
+def _with_lists(problem: Problem, inputs: Inputs, raw: CandidateLists) -> Variant:
+    candidates = validate(problem.spec, raw, problem.table, sentinels=(PADDING,))
+    return repeated(replace(problem, raw=raw, candidates=candidates), inputs)
+
+
+RELATIONS = {
+    "logit shift": Relation(logits_shifted),
+    "padding position": Relation(padding_moved, raw=True),
+    "masked entries": Relation(masked_appended),
+    "repeated entries": Relation(entries_repeated, raw=True),
+    "plan, other spec, run": Relation(planned_early, bits=True),
+}

@@ -51,8 +51,12 @@ class Gate(StrEnum):
     RESCALE = "rescale"  # the online softmax when its maximum rises
     PAIRING = "pairing"  # each weight with the value of its own key
     OUT = "out"
+    SHARP = "sharp"  # out and lse, held to what independent errors add up to
+    CANDIDATE = "candidate"  # the part of one candidate in the error of a row
+    COMMON = "common"  # what all rows have in common: a gain, a bias
     MERGE = "merge"
     GRADIENTS = "gradients"  # d_q, d_k, d_v and d_sink, from a right out and lse
+    DETERMINISM = "determinism"  # a promise of equal bits
 
 
 PROVES = {
@@ -85,6 +89,13 @@ class ProbeResult(msgspec.Struct, frozen=True):
     use: float = 0.0
 
 
+class Sample(msgspec.Struct, frozen=True):
+    """Candidate rows (token * num_kv_heads + KV head) that were judged, of how many with an edge."""
+
+    rows: list[int]
+    of: int
+
+
 class Strip(msgspec.Struct, frozen=True):
     """A decoded probability row, by logical position: each entry covers `step` tokens from `first`; `elsewhere` is the
     weight of slots that are not the row's own.
@@ -112,7 +123,8 @@ class Finding(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One judged case. `converted`: what of the cell the backend did not see, as it declared. `use`: the largest
     observed / allowed by gate; `gates`: what each gate said, `pass`, `fail`, `not offered` (the backend has no
-    such output), `not applicable` or `not reached`. `probes`: what each probe did, by name.
+    such output), `not applicable` or `not reached`. `probes`: what each probe did, by name. `samples`: the
+    rows that were chosen where not all were, by what they were judged by.
     """
 
     schema: int = SCHEMA
@@ -129,6 +141,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     gates: dict[str, str] = {}
     use: dict[str, float] = {}
     probes: dict[str, ProbeResult] = {}
+    samples: dict[str, Sample] = {}
 
     @property
     def accepted(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from sacts.conformance.audit import audit
+from sacts.conformance.gates import generic
 from sacts.conformance.judge import blank
 from sacts.conformance.session import Selection, judge_all
 from sacts.conformance.worker import Limits
@@ -52,7 +53,10 @@ def test_the_unpatched_backend_raises_nothing(records: list[Record]) -> None:
 
 
 def test_every_gate_has_a_fault_that_it_catches(records: list[Record]) -> None:
-    assert {record.finding.gate for record in records if record.finding} == set(Gate)
+    """Gates B to D are sharper than the others where P is rounded, which the interpreter does not do: theirs are in
+    test_generic_gates.
+    """
+    assert {record.finding.gate for record in records if record.finding} == set(Gate) - set(generic.GATES) - {Gate.LOGITS}
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,19 @@ from sacts.kernels_under_test.sdpa import Adapter as Dense
 from sacts.matrices import tiers
 from sacts.matrices.cell import parse
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import DType
+from sacts.reference.spec import CandidateKind, DType
 from sacts.reports.records import Gate, Record, Verdict, decode, encode
 
 REPLICATES = int(os.environ.get("SACTS_GRADIENTS", "0"))
 GRADIENTS = {"d_q", "d_k", "d_v", "d_sink"}
-FAULTS = [fault for fault in model_catalogue().values() if set(fault.outputs) <= GRADIENTS]
+FAULTS = [
+    fault
+    for fault in model_catalogue().values()
+    if set(fault.outputs) <= GRADIENTS and SPECS[fault.problem].candidate_kind is CandidateKind.SET  # as in every cell
+]
 RAGGED = "prefill/{}/kv:150+45/q:5+3/dim:32/map:shared/causal:bottom_right"
 CELL = "decode/fp32/kv:40+0+21/dim:32"
-TERMS = ("rope", "logits_soft_cap", "alibi_slopes", "sink_logits", "dropout")
+TERMS = ("rope", "logits_soft_cap", "alibi_slopes", "buckets", "sink_logits", "dropout")
 
 ROW, KEY = r"request \d, query \d, head \d", r"\(request \d, token \d+ .*, KV head \d, channel \d+\) is .*"
 # What the sentence must say beside the output: the element is always named, the row where it is an edge's fault.
@@ -63,6 +67,10 @@ PLACES = {
     "dropout_drawn_anew": rf"the edge of {ROW} is dropped, yet gives",
     "sink_gradient_of_the_wrong_sign": rf"d_sink \(query head \d\) .*: {ROW} alone gives",
     "weights_without_the_sink": rf"every edge of {ROW} counts .* as with another lse",
+    "backward_without_alibi": rf"the edge of {ROW} counts .* times",
+    "backward_without_buckets": rf"the edge of {ROW} counts .* times",
+    "backward_k_rounded_twice": r"d_q \(request \d, .*, channel \d+\) is .*every edge of the row is right",
+    "backward_first_head_only": rf"every edge of {ROW} counts 0 times",
     "d_s_in_half_of_its_bits": rf"d_k {KEY}: the edge of {ROW} counts \d\.\d+ times",
 }
 
@@ -214,7 +222,7 @@ def test_the_audit_finds_every_plain_fault_caught_and_named_in_cells() -> None:
     plain = [replace_named(fault) for fault in FAULTS if fault.problem == "plain"]
     records = [judged(adapter_of(fault.name)(), RAGGED.format("bf16"), fault.adapter) for fault in plain]
     outcomes = audit(plain, records)
-    assert len(outcomes) == 7
+    assert len(outcomes) == 8
     assert [outcome.fault.name for outcome in outcomes if not outcome.caught] == []
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sacts.conformance import tensors
-from sacts.conformance.adapter import Backend, Case, Outputs
+from sacts.conformance.adapter import Backend, Case, Determinism, Outputs
 from sacts.conformance.build import build
 from sacts.conformance.draw import Draw
 from sacts.conformance.gates.layout import ORDINARY, poison, surroundings
@@ -197,14 +197,18 @@ def test_a_fault_of_large_batches_is_found_and_its_company_named() -> None:
     assert "(only in the company of 3 requests)" in record.sentence
 
 
-def test_a_backend_that_is_not_deterministic_is_named() -> None:
+def test_a_backend_that_breaks_its_promise_to_be_deterministic_is_named() -> None:
     def bend(case: Case, outputs: Outputs, run: int) -> None:
         if run == 2:
             outputs.out[0, 0, 0] = torch.nextafter(outputs.out[0, 0, 0], torch.tensor(9.0, dtype=torch.bfloat16))
 
-    record = judged(Bent(bend), CLIMB)
+    bent = Bent(bend)
+    bent.capabilities = replace(bent.capabilities, determinism={"out": frozenset({Determinism.RUN_TO_RUN})})
+    record = judged(bent, CLIMB)
     assert record.finding is not None
-    assert (record.finding.gate, "not deterministic" in record.sentence) == (Gate.LAYOUT, True)
+    assert record.finding.gate is Gate.DETERMINISM
+    assert "out has 2 distinct results in 2 launches" in record.sentence
+    assert judged(Bent(bend), CLIMB).verdict is Verdict.PASS
 
 
 def test_a_gate_whose_probes_do_not_fit_is_not_applicable() -> None:

@@ -30,7 +30,9 @@ def determinism(
     as_json: AsJson = False,
 ) -> None:
     """Measure how far results vary: from run to run (under load on a GPU), between processes, with splits and tiles,
-    with the rest of the batch, and with the place of pages. A broken promise exits 1.
+    with the rest of the batch, and with the place of pages; and whether the same call said otherwise (shifted logits,
+    padding elsewhere, masked or repeated entries, a plan that outlives another spec) gives the same result. A broken
+    promise or a result out of its bound exits 1.
 
     A backend promises levels by output in `capabilities.determinism`; without a promise the range must lie within the
     bound.
@@ -71,7 +73,9 @@ def _show(found: list[tuple[str, Measurement]]) -> None:
         if cell != last:
             table.add_row(f"[bold]{cell}[/]")
             last = cell
-        said = "" if each.kept else ("BROKEN: " if each.promised else "OUT OF BOUND: ") + each.place
+        said = (
+            "" if each.kept else ("BROKEN: " if each.promised else "OUT OF BOUND: ") + f"{each.place}: {each.variant}"
+        )
         use = "-" if each.level == "process-to-process" else f"{each.range_use:.2g}"
         table.add_row(
             each.level, each.output, str(each.launches), str(each.distinct), use, "yes" if each.promised else "", said

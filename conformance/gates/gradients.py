@@ -15,7 +15,7 @@ from sacts.reference.spec import DType
 
 from ..backward_launch import Call, ObservedGradients
 from ..build import Problem
-from .intervals import ratio
+from .intervals import use_within
 
 Array = NDArray[np.float64]
 
@@ -81,7 +81,7 @@ def uses(bounds: Bounds, observed: ObservedGradients) -> dict[str, Array]:
         with np.errstate(invalid="ignore"):
             inside = (seen >= of.low) & (seen <= of.high)
         rounding = half_spacing(np.nan_to_num(seen), bounds.dtype_of(name))
-        use = ratio(seen, of.value, of.half_width, rounding, inside)
+        use = use_within(seen, of.value, of.half_width, rounding, inside)
         found[name] = np.where(np.isfinite(of.half_width), use, 0.0)
     return found
 

@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 LARGEST_USE = 1e30  # stands for infinity, which JSON cannot hold
 
 
-def ratio(
+def use_within(
     observed: Array, expected: Array, allowed: Array, rounding: Array | float, inside: NDArray[np.bool_]
 ) -> Array:
     """Observed error / allowed error per element, the final rounding taken off: at most 1 exactly where `inside`,
@@ -33,7 +33,7 @@ def out_use(expected: Expected, observed: Observed, dtype: DType) -> Array:
     """[tokens, heads, d_vo]; 0 in rows without a bound. Non-finite values lie in no interval."""
     inside = (observed.out >= expected.out_lo) & (observed.out <= expected.out_hi)
     rounding = half_spacing(np.nan_to_num(observed.out), dtype)
-    use = ratio(observed.out, expected.out, expected.half_width, rounding, inside)
+    use = use_within(observed.out, expected.out, expected.half_width, rounding, inside)
     return np.where(expected.trusted[..., None], use, 0.0)
 
 
@@ -42,7 +42,7 @@ def lse_use(expected: Expected, observed: Observed) -> Array:
     if observed.lse is None:
         return np.zeros(expected.lse.shape)
     inside = (observed.lse >= expected.lse - expected.lse_bound) & (observed.lse <= expected.lse + expected.lse_bound)
-    use = ratio(observed.lse, expected.lse, expected.lse_bound, 0.0, inside)
+    use = use_within(observed.lse, expected.lse, expected.lse_bound, 0.0, inside)
     return np.where(expected.trusted, use, 0.0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,13 +82,19 @@ class _Counted(Launcher):
         self.launches = 0
 
     def __call__(
-        self, problem: Problem, inputs: Inputs, *, hints: Hints | None = None, surroundings: Surroundings = CLEAN
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        *,
+        hints: Hints | None = None,
+        surroundings: Surroundings = CLEAN,
+        between: Callable[[], object] = lambda: None,
     ) -> Observed:
         """One launch. Raises BudgetSpent, and what a launcher raises."""
         if self.launches >= self._budget:
             raise BudgetSpent(f"all {self._budget} launches are used")
         self.launches += 1
-        return self._inner(problem, inputs, hints=hints, surroundings=surroundings)
+        return self._inner(problem, inputs, hints=hints, surroundings=surroundings, between=between)
 
 
 def _layout(launcher: Launcher, family: Family, seen: Seen, budget: int) -> Location | None:

@@ -99,6 +99,13 @@ def audited() -> dict[str, Fault | ModelFault]:
     return catalogue() | {name: fault for name, fault in model_catalogue().items() if fault.gates}
 
 
+@cache
+def drawn_catalogue() -> dict[str, ModelFault]:
+    """All faults of the emulation that only drawn inputs show, by name: `problem` is the cell, `outputs` the gate."""
+    faults = [ModelFault(**entry | {"outputs": tuple(entry["outputs"])}) for entry in _entries("drawn.toml")]
+    return {fault.name: fault for fault in faults}
+
+
 def seed(fault: Fault | ModelFault) -> Any:
     """The faulty adapter class of the Triton backend, or of the model. Raises FaultError."""
     backend = "emulation" if isinstance(fault, ModelFault) else "paged"
