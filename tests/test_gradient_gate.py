@@ -30,7 +30,7 @@ from sacts.conformance.launch import ContractBroken, Launcher
 from sacts.conformance.probes.gradients import copies
 from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.kernels_under_test.emulation.arithmetic import Arithmetic
-from sacts.kernels_under_test.faults import ModelFault, model_catalogue, patched
+from sacts.kernels_under_test.faults import ModelFault, model_catalogue, patched, seed
 from sacts.kernels_under_test.sdpa import Adapter as Dense
 from sacts.matrices import tiers
 from sacts.matrices.cell import parse
@@ -481,7 +481,7 @@ def test_a_null_witness_vanishes_in_the_reference(name: str) -> None:
     assert np.abs(made.call.d_out).max() > 0
 
 
-def test_an_accumulator_of_the_output_format_is_seen_by_bw_value_alone() -> None:
+def test_an_accumulator_of_the_output_format_is_seen_most_clearly_by_bw_value() -> None:
     """d_v is summed over the rows in bf16, as with bf16 atomics."""
 
     class Coarse(Adapter):
@@ -502,9 +502,32 @@ def test_an_accumulator_of_the_output_format_is_seen_by_bw_value_alone() -> None
     cell = "prefill/bf16/kv:64/q:16/heads:4-1/dim:32/pattern:all/causal:bottom_right"
     found = verdict_of(Coarse(), cell)
     assert found.said == "fail"
-    failing = {name for name, probe in found.probes.items() if probe.use > 1}
-    assert "bw_value" in failing
-    assert failing <= {"bw_value", "gradients"}
+    assert found.probes["bw_value"].use > 20 * found.probes["gradients"].use
+    assert found.finding is not None
+    assert "each right alone and wrong together: the sum of" in found.finding.sentence
+
+
+def test_the_least_edge_lost_in_d_q_is_seen_by_the_witnesses_alone() -> None:
+    """Beside 300 edges of other weights the least one is nothing; among 256 equal ones each shows."""
+    least = "p.masked_fill(~rows.edge[:, None], 2.0).argmin(dim=-1, keepdim=True)"
+    lost = ModelFault(
+        name="least_edge_lost_in_d_q",
+        stands_for="a key that d_q never meets",
+        file="backward.py",
+        find="d_q = product(d_z, scores.k,",
+        replace=f"d_q = product(d_z.scatter(-1, {least}, 0.0), scores.k,",
+        problem="plain",
+        outputs=("d_q",),
+    )
+    found = verdict_of(seed(lost)(), "decode/bf16/kv:300/dim:32/pattern:all")
+    assert found.probes["gradients"].use <= 1
+    assert {name for name, probe in found.probes.items() if probe.use > 1} == {"bw_dk", "bw_null"}
+    assert found.finding is not None
+    words = (
+        r"d_q \(request 0, query 0, head \d, channel \d+\) .*: the edge of request 0, token \d+ at .* is missing in d_q"
+    )
+    assert re.search(words, found.finding.sentence), found.finding.sentence
+    assert "in a copy of all requests, lists cut to 2^m edges" in found.finding.sentence
 
 
 def test_a_witness_whose_fault_would_not_show_is_untrusted() -> None:
