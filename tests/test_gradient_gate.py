@@ -388,6 +388,32 @@ def test_a_page_of_nobody_must_keep_its_zero() -> None:
     )
 
 
+def test_a_page_without_data_must_keep_its_zero_in_a_pool_beyond_32_bits_too() -> None:
+    def astray(case: Case, found: Gradients) -> Gradients:
+        found.d_k[1] = 1.0
+        return found
+
+    record = judged(Bent(astray), "decode/fp16/kv:70+30/dim:32/map:high")
+    assert (record.verdict, record.finding and record.finding.gate) == (Verdict.FAIL, Gate.CONTRACT)
+    assert record.sentence == "d_k of physical page 1 is not 0, but the page holds no key of any request"
+
+
+def test_a_plan_is_made_for_backward_too() -> None:
+    class Planned(Adapter):
+        def plan(self, case: Case) -> str:
+            return "forward" if case.gradients is None else "backward"
+
+        def run(self, case: Case, plan: Any = None) -> Outputs:
+            assert plan == "forward"
+            return super().run(case)
+
+        def backward(self, case: Case, saved: Saved, d_out: Any, d_lse: Any = None, plan: Any = None) -> Gradients:
+            assert plan == "backward"
+            return super().backward(case, saved, d_out, d_lse)
+
+    assert judged(Planned(), CELL).verdict is Verdict.PASS
+
+
 def test_what_stands_where_no_row_attends_must_not_reach_a_gradient() -> None:
     class Leaking(Adapter):
         """P of a masked slot is 0, and 0 * NaN is NaN."""
