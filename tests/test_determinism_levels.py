@@ -161,6 +161,8 @@ def test_the_command_says_what_was_measured() -> None:
     assert result.exit_code == 0, result.output
     for level in Determinism:
         assert str(level) in result.output
+    for gradient in ("d_q", "d_k", "d_v"):
+        assert result.output.count(gradient) == len(LEVELS) + 1
     assert CliRunner().invoke(app, ["determinism", "decode/fp17/kv:20"]).exit_code == 2
 
 

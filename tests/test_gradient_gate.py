@@ -30,7 +30,7 @@ from sacts.conformance.launch import ContractBroken, Launcher
 from sacts.conformance.probes.gradients import copies
 from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.kernels_under_test.emulation.arithmetic import Arithmetic
-from sacts.kernels_under_test.faults import ModelFault, model_catalogue, patched
+from sacts.kernels_under_test.faults import ModelFault, model_catalogue, patched, seed
 from sacts.kernels_under_test.sdpa import Adapter as Dense
 from sacts.matrices import tiers
 from sacts.matrices.cell import parse
@@ -396,6 +396,32 @@ def test_a_page_of_nobody_must_keep_its_zero() -> None:
     )
 
 
+def test_a_page_without_data_must_keep_its_zero_in_a_pool_beyond_32_bits_too() -> None:
+    def astray(case: Case, found: Gradients) -> Gradients:
+        found.d_k[1] = 1.0
+        return found
+
+    record = judged(Bent(astray), "decode/fp16/kv:70+30/dim:32/map:high")
+    assert (record.verdict, record.finding and record.finding.gate) == (Verdict.FAIL, Gate.CONTRACT)
+    assert record.sentence == "d_k of physical page 1 is not 0, but the page holds no key of any request"
+
+
+def test_a_plan_is_made_for_backward_too() -> None:
+    class Planned(Adapter):
+        def plan(self, case: Case) -> str:
+            return "forward" if case.gradients is None else "backward"
+
+        def run(self, case: Case, plan: Any = None) -> Outputs:
+            assert plan == "forward"
+            return super().run(case)
+
+        def backward(self, case: Case, saved: Saved, d_out: Any, d_lse: Any = None, plan: Any = None) -> Gradients:
+            assert plan == "backward"
+            return super().backward(case, saved, d_out, d_lse)
+
+    assert judged(Planned(), CELL).verdict is Verdict.PASS
+
+
 def test_what_stands_where_no_row_attends_must_not_reach_a_gradient() -> None:
     class Leaking(Adapter):
         """P of a masked slot is 0, and 0 * NaN is NaN."""
@@ -489,7 +515,7 @@ def test_a_null_witness_vanishes_in_the_reference(name: str) -> None:
     assert np.abs(made.call.d_out).max() > 0
 
 
-def test_an_accumulator_of_the_output_format_is_seen_by_bw_value_alone() -> None:
+def test_an_accumulator_of_the_output_format_is_seen_most_clearly_by_bw_value() -> None:
     """d_v is summed over the rows in bf16, as with bf16 atomics."""
 
     class Coarse(Adapter):
@@ -510,9 +536,32 @@ def test_an_accumulator_of_the_output_format_is_seen_by_bw_value_alone() -> None
     cell = "prefill/bf16/kv:64/q:16/heads:4-1/dim:32/pattern:all/causal:bottom_right"
     found = verdict_of(Coarse(), cell)
     assert found.said == "fail"
-    failing = {name for name, probe in found.probes.items() if probe.use > 1}
-    assert "bw_value" in failing
-    assert failing <= {"bw_value", "gradients"}
+    assert found.probes["bw_value"].use > 20 * found.probes["gradients"].use
+    assert found.finding is not None
+    assert "each right alone and wrong together: the sum of" in found.finding.sentence
+
+
+def test_the_least_edge_lost_in_d_q_is_seen_by_the_witnesses_alone() -> None:
+    """Beside 300 edges of other weights the least one is nothing; among 256 equal ones each shows."""
+    least = "p.masked_fill(~rows.edge[:, None], 2.0).argmin(dim=-1, keepdim=True)"
+    lost = ModelFault(
+        name="least_edge_lost_in_d_q",
+        stands_for="a key that d_q never meets",
+        file="backward.py",
+        find="d_q = product(d_z, scores.k,",
+        replace=f"d_q = product(d_z.scatter(-1, {least}, 0.0), scores.k,",
+        problem="plain",
+        outputs=("d_q",),
+    )
+    found = verdict_of(seed(lost)(), "decode/bf16/kv:300/dim:32/pattern:all")
+    assert found.probes["gradients"].use <= 1
+    assert {name for name, probe in found.probes.items() if probe.use > 1} == {"bw_dk", "bw_null"}
+    assert found.finding is not None
+    words = (
+        r"d_q \(request 0, query 0, head \d, channel \d+\) .*: the edge of request 0, token \d+ at .* is missing in d_q"
+    )
+    assert re.search(words, found.finding.sentence), found.finding.sentence
+    assert "in a copy of all requests, lists cut to 2^m edges" in found.finding.sentence
 
 
 def test_a_witness_whose_fault_would_not_show_is_untrusted() -> None:

@@ -172,10 +172,9 @@ def test_the_same_edge_is_named_by_the_gate_and_the_command() -> None:
 
 
 def test_the_command_says_what_the_gate_of_gradients_said() -> None:
-    for adapter, said in (("sdpa", "pass"), ("triton", "not offered")):
-        result = CliRunner().invoke(app, ["locate", "decode/fp16/kv:20", "-a", adapter])
-        assert result.exit_code == 0, result.output
-        assert f"gradients: {said}" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, ["locate", "decode/fp16/kv:20", "-a", "sdpa"])
+    assert result.exit_code == 0, result.output
+    assert "gradients: pass" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("output", ["d_k", "d_v"])

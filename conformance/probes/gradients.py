@@ -70,7 +70,7 @@ def copies(problem: Problem, backend: Backend) -> list[GradientCopy]:
     """The random copy of all requests; where the row is plain, the value witness of all, and two of one last query."""
     made = [random_copy(problem, backend)]
     if _has_witnesses(problem):
-        made.append(_value(problem, backend))
+        made.append(replace(_value(problem, backend), of="all requests, lists cut to 2^m edges"))
         for request, alone, paired in _last_queries(problem):
             of = f"the last query of request {request}"
             made.append(replace(_const(alone, backend), of=of))
