@@ -56,7 +56,9 @@ def test_every_gate_has_a_fault_that_it_catches(records: list[Record]) -> None:
     """Gates B to D are sharper than the others where P is rounded, which the interpreter does not do: theirs are in
     test_generic_gates.
     """
-    assert {record.finding.gate for record in records if record.finding} == set(Gate) - set(generic.GATES) - {Gate.LOGITS}
+    assert {record.finding.gate for record in records if record.finding} == set(Gate) - set(generic.GATES) - {
+        Gate.LOGITS
+    }
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from sacts.reports import records
+from sacts.reports.records import Gate
 
 from .common import PATIENT, AsJson, Device, adapter_names, cell_of, check_adapters, check_device, out, usage
 
@@ -52,7 +53,8 @@ def locate(
         out.print(Text(f"nothing is wrong: {fine}; gradients: {answer.gradients}", "green"))
     else:
         out.print(Text(f"[{answer.finding.gate}] {answer.finding.sentence}"))
-        out.print(f"{answer.launches} launches beyond the two that showed the failure", highlight=False)
+        told = f"{answer.launches} launches beyond the two that showed the failure"
+        out.print("from its lists, without a launch" if answer.finding.gate is Gate.INDEX else told, highlight=False)
     if answer.error:
         raise typer.Exit(records.EXIT_INCOMPLETE)
     raise typer.Exit(records.EXIT_FAILURES if answer.finding else records.EXIT_ACCEPTED)

@@ -44,6 +44,7 @@ class Kind(StrEnum):
     LSE = "lse"
     SCALE = "scale"
     LAYOUT = "layout"
+    INDEX = "index"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..adapter import Refused
 from ..build import Problem
 from ..gates.intervals import judge_lse
 from ..gates.layout import LAUNCHES, judge_layout
-from ..inspection import traced
+from ..inspection import normalized, traced
 from ..launch import CLEAN, WHOLE, AdapterRaised, ContractBroken, Launcher, Observed, Surroundings, place_of
 from ..probes.inputs import COUNT, RANDOM, Probe
 from .bisection import first_bad_tile, partners, try_split
@@ -41,13 +41,15 @@ class Location:
 
 
 def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Location | None:
-    """Launch the count and the random family; where one leaves its bounds, say where. Where both are right, poison what
+    """Look at the lists that the backend makes, where it shows them; launch the count and the random family; where one leaves its bounds, say where. Where both are right, poison what
     must not matter (gate layout), and say which slot does. None where nothing is wrong.
 
     Raises AdapterRaised, ContractBroken or Refused where the first two launches do.
     """
     if budget < 0:
         raise ValueError(f"budget must be at least 0 launches, got {budget}")
+    if launcher.backend.normalizes and (listed := normalized(launcher, problem, RANDOM.inputs(problem))):
+        return Location(listed, None, (Clue(Kind.INDEX, listed.sentence, Gate.INDEX),), 0)
     first = Meter(launcher, 2)
     count, random = (_family(problem, probe) for probe in (COUNT, RANDOM))
     seen = first(count), first(random)
