@@ -12,7 +12,7 @@ import numpy as np
 from sacts.matrices.cell import Cell
 from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sample, Verdict
 
-from . import conventions
+from . import conventions, sample
 from .adapter import Refused, Support
 from .build import Problem
 from .determinism import outputs
@@ -25,6 +25,7 @@ from .probes.copies import Copy, copies
 from .probes.inputs import RANDOM
 
 ALWAYS = ("random", "count")  # also of rows without an edge, which must be exactly empty
+EXACT = "exact"  # the sample of rows that gates A and count judge
 NOT_OFFERED, NOT_REACHED, NOT_APPLICABLE = "not offered", "not reached", "not applicable"
 
 
@@ -111,6 +112,7 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
         return _judge_refusal(launcher, problem, support, sheet)
     made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
     sheet.probes.update(_told(made))
+    sheet.samples.update(_sampled(made[0]))
     finding = _finding(launcher, made, sheet)
     if finding is not None:
         sheet.reach(finding.gate)
@@ -191,7 +193,8 @@ def _differing(
 def _drawn(launcher: Launcher, copy: Copy, observed: Observed, sheet: _Sheet) -> Finding | None:
     """Gates B, C and D of the copy whose inputs are drawn, where gate A has passed."""
     problem = copy.problem
-    bounds = generic.bounds(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
+    numerics = launcher.backend.numerics(problem.spec.dtype, problem.hints)
+    bounds = generic.bounds(problem, copy.inputs, numerics, copy.rows)
     said = bounds.judge(observed) if bounds else {}
     sheet.gates.update((gate, NOT_APPLICABLE) for gate in generic.GATES if gate not in said)
     if bounds is None or not said:
@@ -236,6 +239,13 @@ def _told(made: Sequence[Copy]) -> dict[str, ProbeResult]:
         said = NOT_APPLICABLE if idle else "untrusted" if weak else "judged"
         told[probe] = ProbeResult(said, f"{weak} of {len(margin)}" if weak else "")
     return told
+
+
+def _sampled(random: Copy) -> dict[str, Sample]:
+    """The rows that are judged exactly, where not all are; the others are held to invariants."""
+    if random.rows is None:
+        return {}
+    return {EXACT: sample.told(random.rows, int(np.count_nonzero(sample.row_lengths(random.problem))))}
 
 
 def _could_have_failed(made: Sequence[Copy]) -> bool:
