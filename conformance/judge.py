@@ -178,12 +178,18 @@ def _differing(
     second: Sequence[Sequence[Observed]],
     sheet: _Sheet,
 ) -> Finding | None:
-    """Bits that two launches with other poison do not share, and how far apart they lie."""
-    differing, seen = [], []
+    """Bits that two launches with other poison do not share, and how far apart they lie. The second is held to the
+    bounds as the first was: bits of a backend that varies by itself say nothing about the poison.
+    """
+    differing, seen, outside = [], [], []
     for batch, one, other in zip(groups, first, second, strict=True):
         places = {n for n in range(len(batch.copies)) if changed(one[n], other[n])}
         seen += [(batch.copies[n], one[n], other[n]) for n in sorted(places)]
         differing += [(batch, places)] if places else []
+        suspects = {n for n in places if use_of(batch.copies[n], other[n]) > 1}
+        outside += [(batch, suspects)] if suspects else []
+    if outside:
+        return diagnose(launcher, outside)
     for copy, *pair in seen:
         apart = max(each.range_use for each in determinism.repeats(launcher, copy, pair))
         sheet.use[Gate.DETERMINISM] = max(sheet.use.get(Gate.DETERMINISM, 0.0), apart)
@@ -201,7 +207,7 @@ def _drawn(launcher: Launcher, copy: Copy, observed: Observed, sheet: _Sheet) ->
         return None
     sheet.samples.update(bounds.samples)
     sheet.use.update((gate, each.use) for gate, each in said.items())
-    finding = bounds.first(observed)
+    finding = next((each.finding for each in said.values() if each.finding), None)
     return diagnose_drawn(launcher, copy, bounds, finding) if finding else None
 
 
