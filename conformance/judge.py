@@ -12,7 +12,7 @@ import numpy as np
 from sacts.matrices.cell import Cell
 from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sample, Verdict
 
-from . import conventions, inspection
+from . import conventions, inspection, sample
 from .adapter import Refused, Support
 from .build import Problem
 from .determinism import outputs
@@ -26,6 +26,7 @@ from .probes.copies import Copy, copies
 from .probes.inputs import RANDOM
 
 ALWAYS = ("random", "count")  # also of rows without an edge, which must be exactly empty
+EXACT = "exact"  # the sample of rows that gates A and count judge
 NOT_OFFERED, NOT_REACHED, NOT_APPLICABLE = "not offered", "not reached", "not applicable"
 
 
@@ -120,11 +121,12 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
     sheet.gates[Gate.LOGITS] = NOT_APPLICABLE  # of a trace, which only a failure asks for
     made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
     sheet.probes.update(_told(made))
+    sheet.samples.update(_sampled(made[0]))
     finding = _finding(launcher, made, sheet)
-    if finding is None:
+    if finding is None or finding.gate is Gate.DETERMINISM:  # gradients are blamed before promises of bits
         if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
             sheet.gates[Gate.MERGE] = NOT_APPLICABLE
-        finding = _of_gradients(launcher, problem, sheet)
+        finding = _of_gradients(launcher, problem, sheet) or finding
     if finding is not None:
         sheet.reach(finding.gate)
         if finding.use is not None:
@@ -189,12 +191,18 @@ def _differing(
     second: Sequence[Sequence[Observed]],
     sheet: _Sheet,
 ) -> Finding | None:
-    """Bits that two launches with other poison do not share, and how far apart they lie."""
-    differing, seen = [], []
+    """Bits that two launches with other poison do not share, and how far apart they lie. The second is held to the
+    bounds as the first was: bits of a backend that varies by itself say nothing about the poison.
+    """
+    differing, seen, outside = [], [], []
     for batch, one, other in zip(groups, first, second, strict=True):
         places = {n for n in range(len(batch.copies)) if changed(one[n], other[n])}
         seen += [(batch.copies[n], one[n], other[n]) for n in sorted(places)]
         differing += [(batch, places)] if places else []
+        suspects = {n for n in places if use_of(batch.copies[n], other[n]) > 1}
+        outside += [(batch, suspects)] if suspects else []
+    if outside:
+        return diagnose(launcher, outside)
     for copy, *pair in seen:
         apart = max(each.range_use for each in determinism.repeats(launcher, copy, pair))
         sheet.use[Gate.DETERMINISM] = max(sheet.use.get(Gate.DETERMINISM, 0.0), apart)
@@ -204,14 +212,15 @@ def _differing(
 def _drawn(launcher: Launcher, copy: Copy, observed: Observed, sheet: _Sheet) -> Finding | None:
     """Gates B, C and D of the copy whose inputs are drawn, where gate A has passed."""
     problem = copy.problem
-    bounds = generic.bounds(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
+    numerics = launcher.backend.numerics(problem.spec.dtype, problem.hints)
+    bounds = generic.bounds(problem, copy.inputs, numerics, copy.rows)
     said = bounds.judge(observed) if bounds else {}
     sheet.gates.update((gate, NOT_APPLICABLE) for gate in generic.GATES if gate not in said)
     if bounds is None or not said:
         return None
     sheet.samples.update(bounds.samples)
     sheet.use.update((gate, each.use) for gate, each in said.items())
-    finding = bounds.first(observed)
+    finding = next((each.finding for each in said.values() if each.finding), None)
     return diagnose_drawn(launcher, copy, bounds, finding) if finding else None
 
 
@@ -263,6 +272,13 @@ def _told(made: Sequence[Copy]) -> dict[str, ProbeResult]:
         said = NOT_APPLICABLE if idle else "untrusted" if weak else "judged"
         told[probe] = ProbeResult(said, f"{weak} of {len(margin)}" if weak else "")
     return told
+
+
+def _sampled(random: Copy) -> dict[str, Sample]:
+    """The rows that are judged exactly, where not all are; the others are held to invariants."""
+    if random.rows is None:
+        return {}
+    return {EXACT: sample.told(random.rows, int(np.count_nonzero(sample.row_lengths(random.problem))))}
 
 
 def _could_have_failed(made: Sequence[Copy]) -> bool:

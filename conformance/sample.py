@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from sacts.reference.forward import edges
-from sacts.reference.spec import AttentionSpec
+from sacts.reference.bounds import Expected
+from sacts.reference.candidates import ValidatedCandidates, lists_of, rows_of
+from sacts.reference.formats import FORMATS
+from sacts.reference.forward import Inputs, edges
+from sacts.reference.invariants import Sizes, within
+from sacts.reference.numerics import Numerics
+from sacts.reference.spec import AttentionSpec, EmptyRowRule
 from sacts.reports.records import Sample
 
 from .build import Problem
-from .draw import Ints
+from .draw import Array, Ints
 
+EXACT_EDGES = 2**22  # edges times query heads of one copy that are evaluated: about a second
 ALWAYS = 4  # rows that every sample holds: the first, the last, the longest and the shortest
+
+
+def exact_rows(problem: Problem, limit: int | None = None) -> Ints | None:
+    """The candidate rows that are judged exactly, sorted; None where all of them are. `limit`: EXACT_EDGES."""
+    limit, lengths = EXACT_EDGES if limit is None else limit, row_lengths(problem)
+    cost = lengths * problem.spec.group_size
+    if cost.sum() <= limit or problem.spec.empty_row is not EmptyRowRule.ZERO:
+        return None
+    return affordable(by_priority(problem, lengths), cost, limit)
 
 
 def row_lengths(problem: Problem) -> Ints:
@@ -62,3 +78,72 @@ def affordable(order: Ints, cost: Ints, limit: int) -> Ints:
 def told(rows: Ints, of: int) -> Sample:
     """The sample as a record holds it."""
     return Sample(rows=rows.tolist(), of=of)
+
+
+def only(problem: Problem, rows: Ints) -> Problem:
+    """The problem with the lists of these candidate rows, and empty ones elsewhere."""
+    lists = problem.candidates
+    row = rows_of(lists.indptr)
+    kept = np.isin(row, rows)
+    some = lists_of(row[kept], lists.indices[kept], problem.spec.num_rows)
+    return replace(
+        problem, candidates=ValidatedCandidates(some.indptr, some.indices, lists.counts[kept], lists.duplicates)
+    )
+
+
+def with_invariants(
+    problem: Problem, inputs: Inputs, numerics: Numerics, rows: Ints, expected: Expected, plain: bool
+) -> Expected:
+    """What is expected of `rows`, completed by what all other rows with an edge must satisfy: out and lse are finite,
+    out lies between its request's values, lse is ln k but for the logits' size. Of rows that are not plain: finite.
+    """
+    spec, lengths = problem.spec, row_lengths(problem)
+    others = np.setdiff1d(np.flatnonzero(lengths), rows)
+    slots = np.diff(problem.candidates.indptr) * spec.block_size
+    low, high, longest = _reach(problem, inputs)
+    request = np.asarray(spec.token_request, np.int64)[others // spec.num_kv_heads]
+    head = others % spec.num_kv_heads
+    by_row = (spec.num_rows, spec.group_size)
+    norms = np.linalg.norm(inputs.q, axis=-1).reshape(by_row)
+    whole = replace(expected, **{name: getattr(expected, name).copy() for name in _FILLED})
+    end, most = FORMATS[numerics.out].max, float(np.finfo(np.float32).max)
+    for lane in range(spec.group_size):
+        size = abs(spec.sm_scale) * norms[others, lane] * longest[request, head]
+        part = Sizes(lengths[others], slots[others], size, low[request, head], high[request, head], spec.head_dim_qk)
+        found = within(part, numerics)
+        for name, value in (
+            ("out_lo", found.out_lo if plain else -end),
+            ("out_hi", found.out_hi if plain else end),
+            ("half_width", np.inf),
+            ("out", (found.out_lo + found.out_hi) / 2 if plain else 0.0),
+            ("lse", found.lse if plain else 0.0),
+            ("lse_bound", found.lse_bound if plain else most),
+            ("edges", lengths[others]),
+            ("trusted", True),
+        ):
+            view = getattr(whole, name)
+            view.reshape(*by_row, *view.shape[2:])[others, lane] = value
+    return whole
+
+
+_FILLED = ("out_lo", "out_hi", "half_width", "out", "lse", "lse_bound", "edges", "trusted")
+
+
+def _reach(problem: Problem, inputs: Inputs) -> tuple[Array, Array, Array]:
+    """Of the attended keys of each request and KV head: the least and the largest V [requests, heads, d_vo], and the
+    longest K [requests, heads].
+    """
+    spec = problem.spec
+    shape = (spec.num_requests, spec.num_kv_heads)
+    low, high = np.zeros((*shape, spec.head_dim_vo)), np.zeros((*shape, spec.head_dim_vo))
+    longest = np.zeros(shape)
+    norms = np.linalg.norm(inputs.k.data, axis=-1)
+    for request in range(spec.num_requests):
+        mine = problem.position_in(request) >= 0
+        for head in range(spec.num_kv_heads):
+            seen = mine & problem.needed[..., head]
+            if seen.any():
+                v = inputs.v.data[seen, head]
+                low[request, head], high[request, head] = v.min(axis=0), v.max(axis=0)
+                longest[request, head] = norms[seen, head].max()
+    return low, high, longest

@@ -104,3 +104,15 @@ def test_a_promise_that_holds_costs_one_or_two_launches(promised: tuple[Determin
     adapter = Varying(steady, dict.fromkeys(("out", "lse"), frozenset(promised)))
     assert judged(adapter).verdict is Verdict.FALLBACK
     assert adapter.launches == launches
+
+
+def test_a_backend_that_may_vary_is_held_to_its_bounds_in_both_launches() -> None:
+    class Leaking(Varying):
+        def run(self, case: Case, plan: object = None) -> Outputs:
+            outputs = super().run(case, plan)
+            outputs.out[0, 0, 0] += 0.5 * (self.launches == 2)
+            return outputs
+
+    record = judged(Leaking(VARIATIONS[Determinism.RUN_TO_RUN], {}))
+    assert record.verdict is Verdict.FAIL
+    assert record.finding is not None

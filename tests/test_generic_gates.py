@@ -134,8 +134,8 @@ def test_a_sample_takes_what_tells_most_first() -> None:
 def test_some_rows_have_the_bounds_that_they_have_among_all() -> None:
     problem = build(parse("prefill/bf16/kv:40+9/q:12+3/causal:bottom_right"))
     numerics = Numerics.default(DType.BF16)
-    whole = generic.bounds(problem, numerics)
-    some = generic.bounds(problem, numerics, np.array([3, 8]))
+    whole = generic.bounds(problem, RANDOM.inputs(problem), numerics)
+    some = generic.bounds(problem, RANDOM.inputs(problem), numerics, np.array([3, 8]))
     assert whole is not None
     assert some is not None
     by_place = {(row.token, row.head): row for row in whole.rows}
@@ -148,7 +148,7 @@ def test_some_rows_have_the_bounds_that_they_have_among_all() -> None:
 
 def test_the_cheap_filter_of_a_gain_is_the_last_of_all_filters() -> None:
     problem = build(parse("decode/bf16/kv:90"))
-    bounds = generic.bounds(problem, Numerics(p=DType.BF16, out=DType.BF16, l_sums_cast_p=True))
+    bounds = generic.bounds(problem, RANDOM.inputs(problem), Numerics(p=DType.BF16, out=DType.BF16, l_sums_cast_p=True))
     assert bounds is not None
     for row in bounds.rows:
         out = row.out * 1.01 + 0.003

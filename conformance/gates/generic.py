@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sacts.reference.formats import half_spacing, round_to
+from sacts.reference.forward import Inputs
 from sacts.reference.generic_bounds import Filtered, GenericRow, aggregated, bias, generic_rows
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec, EpilogueKind
@@ -23,7 +24,6 @@ from .. import sample
 from ..build import Problem
 from ..draw import Array, Ints
 from ..launch import Observed, place_of
-from ..probes.inputs import RANDOM
 from .intervals import use_within
 
 DRAWN = frozenset({"gaussian", "huge"})  # families whose q, K and V are independent from element to element
@@ -73,8 +73,8 @@ class Bounds:
         }
 
 
-def bounds(problem: Problem, numerics: Numerics, rows: Ints | None = None) -> Bounds | None:
-    """Of the random probe of a problem, of these candidate rows only; None where the inputs are not drawn."""
+def bounds(problem: Problem, inputs: Inputs, numerics: Numerics, rows: Ints | None = None) -> Bounds | None:
+    """Of the random probe's inputs, of these candidate rows only; None where they are not drawn independently."""
     if not drawn(problem):
         return None
     spec, lengths = problem.spec, sample.row_lengths(problem)
@@ -86,7 +86,7 @@ def bounds(problem: Problem, numerics: Numerics, rows: Ints | None = None) -> Bo
     filtered = sample.affordable(order[np.isin(order, bounded)], cost, FILTER_WORK)
     chosen = np.zeros(spec.num_rows, bool)
     chosen[bounded] = True
-    where = RANDOM.inputs(problem), problem.table, problem.candidates
+    where = inputs, problem.table, problem.candidates
     made = [row for row in generic_rows(spec, *where, numerics, chosen) if row.trusted]
     places = np.array([row.token * spec.num_kv_heads + row.head // spec.group_size for row in made], np.int64)
     samples = {

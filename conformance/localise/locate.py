@@ -41,8 +41,9 @@ class Location:
 
 
 def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Location | None:
-    """Look at the lists that the backend makes, where it shows them; launch the count and the random family; where one leaves its bounds, say where. Where both are right, poison what
-    must not matter (gate layout), and say which slot does. None where nothing is wrong.
+    """Look at the lists that the backend makes, where it shows them; launch the count and the random family; where one
+    leaves its bounds, say where. Where both are right, poison what must not matter (gate layout), and say which slot
+    does. None where nothing is wrong.
 
     Raises AdapterRaised, ContractBroken or Refused where the first two launches do.
     """

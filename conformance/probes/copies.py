@@ -13,13 +13,16 @@ from sacts.reference.forward import Inputs, edges
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec
 
+from .. import sample
 from ..build import Problem, last_query
 from . import margins
 from .inputs import COUNT, RANDOM, Probe, dithered
+from .rows import plain
 from .witness import Witness, suits, witness
 
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 
 WITNESS_COPIES = 2  # of one launch at most, each of another request
 
@@ -31,7 +34,8 @@ class Copy:
     """Requests on pages of their own with the values of one or more probes. `judged`: by probe, the elements of out
     that it decides about [tokens, heads, d_vo]; `margin`: by probe, for each row that it is made for, the smallest
     change of out that its target fault would cause / the smallest that is noticed. `request`: the cell's request that a
-    witness copy is of.
+    witness copy is of. `rows`: the candidate rows that `expected` evaluates, None: all; it holds the others to
+    invariants.
     """
 
     problem: Problem
@@ -41,6 +45,7 @@ class Copy:
     margin: Mapping[str, Array]
     witness: Witness | None = None
     request: int = 0
+    rows: Ints | None = None
 
     @property
     def fitting(self) -> set[str]:
@@ -52,13 +57,27 @@ def copies(problem: Problem, numerics: Numerics) -> list[Copy]:
     """The random and the count copy of all requests, then a witness copy of the request that attends most, and of the
     next one where the first has fewer query heads than questions.
     """
-    made = [_random(problem, numerics), _count(problem, numerics)]
+    rows = sample.exact_rows(problem)
+    made = [_random(problem, numerics, rows), _count(problem, numerics, rows)]
     if suits(problem):
         for number, request in enumerate(busiest(problem)):
             made.append(_witness(problem, request, number, numerics))
             if problem.spec.num_qo_heads >= len(made[-1].fitting):
                 break
     return made
+
+
+def _judged(problem: Problem, probe: Probe, numerics: Numerics, rows: Ints | None) -> tuple[Inputs, Expected, Expected]:
+    """A probe's inputs, what they must give in these candidate rows (None: all), and that with what all other rows must
+    satisfy.
+    """
+    inputs = probe.inputs(problem)
+    exactness = probe.exactness(problem)
+    if rows is None:
+        right = _expected(problem, inputs, numerics, exactness)
+        return inputs, right, right
+    right = _expected(sample.only(problem, rows), inputs, numerics, exactness)
+    return inputs, right, sample.with_invariants(problem, inputs, numerics, rows, right, plain(problem.spec))
 
 
 def values_of(problem: Problem, probe: Probe, numerics: Numerics) -> tuple[Inputs, Expected]:
@@ -75,17 +94,17 @@ def _everything(spec: AttentionSpec) -> Bools:
     return np.ones((spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo), bool)
 
 
-def _random(problem: Problem, numerics: Numerics) -> Copy:
-    inputs, right = values_of(problem, RANDOM, numerics)
+def _random(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:
+    inputs, right, whole = _judged(problem, RANDOM, numerics, rows)
     judged = {"random": _everything(problem.spec)}
-    return Copy(problem, inputs, right, judged, {"random": margins.of_random(right)})
+    return Copy(problem, inputs, whole, judged, {"random": margins.of_random(right)}, rows=rows)
 
 
-def _count(problem: Problem, numerics: Numerics) -> Copy:
-    inputs, right = values_of(problem, COUNT, numerics)
+def _count(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:
+    inputs, right, whole = _judged(problem, COUNT, numerics, rows)
     hair = np.broadcast_to(dithered(problem), right.out.shape)
     margin = {"count": margins.of_count(right, ~hair), "dither": margins.of_dither(problem, right, hair)}
-    return Copy(problem, inputs, right, {"count": ~hair, "dither": hair}, margin)
+    return Copy(problem, inputs, whole, {"count": ~hair, "dither": hair}, margin, rows=rows)
 
 
 def busiest(problem: Problem) -> list[int]:
