@@ -49,6 +49,7 @@ class Adapter:
     """Paged sparse attention, forward."""
 
     name = "triton"
+    input_precision = "ieee"  # of FP32 operands of tl.dot
     capabilities = Capabilities(
         consumes=Consumes.RAW,
         determinism=dict.fromkeys(("out", "lse"), frozenset(Determinism) - {Determinism.SCHEDULE}),
@@ -154,6 +155,7 @@ class Adapter:
             BLOCK_M=max(16, 1 << (spec.group_size - 1).bit_length()),
             BLOCK_N=max(16, 1 << (case.hints.kv_tile.bit_length() - 1)),
             UPCAST=INTERPRETED,
+            INPUT_PRECISION=self.input_precision,
         )
         if splits > 1:
             kernels.merge_kernel[(-(-heads // MERGE_ROWS),)](

@@ -49,6 +49,7 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
     """One split of one row: un-normalised (m, l, o) where SPLIT, out and lse otherwise."""
     row = tl.program_id(0)
@@ -95,7 +96,7 @@ def attention_kernel(
         if UPCAST:
             k = k.to(tl.float32)
         # Equation (4); the mask stands before the maximum and the exponential.
-        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        z = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * scale_log2
         z = tl.where(valid[None, :], z, float("-inf"))
         # Equations (5) and (6); a tile without a valid slot leaves the state as it is.
         m_new = tl.maximum(m, tl.max(z, 1))
@@ -107,7 +108,7 @@ def attention_kernel(
         v = tl.load(v_slot[:, None] + dim_vo[None, :], mask=valid[:, None], other=0.0)
         if UPCAST:
             v = v.to(tl.float32)
-        o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
         m = m_new
 
     out_row = token.to(tl.int64) * num_kv_heads * GROUP + qo_head
