@@ -27,11 +27,14 @@ from sacts.conformance.localise.launches import BUDGET, BudgetSpent, Family, Met
 from sacts.conformance.localise.locate import Location, locate
 from sacts.conformance.localise.tomography import decode
 from sacts.conformance.probes.inputs import COUNT, RANDOM
+from sacts.kernels_under_test.emulation.adapter import Adapter as Model
+from sacts.kernels_under_test.emulation.forward import forward as model_forward
+from sacts.kernels_under_test.emulation.rows import by_token, rows_of
 from sacts.kernels_under_test.sdpa import Adapter
 from sacts.matrices.cell import parse
 from sacts.reference.forward import edges, forward
 from sacts.reports import records
-from sacts.reports.records import Verdict
+from sacts.reports.records import Gate, Verdict
 
 SEEDS = int(os.environ.get("SACTS_LOCALISE", "0"))
 LONGEST = int(os.environ.get("SACTS_LONGEST", "2048"))
@@ -255,3 +258,26 @@ def test_infinite_weights_make_a_record_that_can_be_read_again() -> None:
     assert record.verdict is Verdict.FAIL
     assert record.finding is not None and record.finding.strip is not None
     assert records.decode(records.encode(record)) == record
+
+
+class DenominatorMissesOne(Model):
+    """The model; its lse, and that alone, lacks one key of the first row."""
+
+    def run(self, case: Case, plan: object = None) -> Outputs:
+        rows, arithmetic = rows_of(case), self._arithmetic(case)
+        out, _ = model_forward(case.spec, rows, arithmetic)
+        edge = rows.edge.clone()
+        edge[0, int(torch.nonzero(edge[0])[17])] = False
+        _, lse = model_forward(case.spec, rows._replace(edge=edge), arithmetic)
+        return Outputs(by_token(case.spec, out).to(case.q.dtype), by_token(case.spec, lse))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_lse_alone_shows_one_lost_key_of_32768(dtype: str) -> None:
+    problem = problem_of(f"decode/{dtype}/kv:32768/heads:1-1/pattern:all")
+    found = locate(launcher(DenominatorMissesOne()), problem)
+    assert found is not None
+    assert found.finding.gate is Gate.LSE
+    assert found.finding.use is not None
+    assert found.finding.use > 1.5
+    assert locate(launcher(Model()), problem) is None
