@@ -16,6 +16,7 @@ from sacts.conformance.build import build
 from sacts.conformance.gates import generic
 from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
+from sacts.conformance.localise.locate import locate
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.kernels_under_test import faults
 from sacts.kernels_under_test.emulation.adapter import Adapter
@@ -154,3 +155,13 @@ def test_the_cheap_filter_of_a_gain_is_the_last_of_all_filters() -> None:
         out = row.out * 1.01 + 0.003
         for one, all_ in zip(row.gained(out), row.filtered(out), strict=True):
             np.testing.assert_allclose(one, all_[-1:], rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_locate_says_what_the_drawn_rows_say(name: str) -> None:
+    module = importlib.import_module(f"{faults.patched(FAULTS[name], 'emulation')}.adapter")
+    found = locate(Launcher(Backend(module.Adapter()), "cpu"), build(parse(FAULTS[name].problem)))
+    assert found is not None
+    assert found.finding.gate == FAULTS[name].outputs[0]
+    assert found.finding.use is not None
+    assert found.finding.use > 1

@@ -49,7 +49,7 @@ def locate(
     elif answer.error:
         out.print(Text(answer.error, "bold red"))
     elif answer.finding is None:
-        fine = "the count and the random family lie within their bounds, and poison changes no bit"
+        fine = "the count and the random family lie within their bounds, drawn rows too, and poison changes no bit"
         out.print(Text(f"nothing is wrong: {fine}; gradients: {answer.gradients}", "green"))
     else:
         out.print(Text(f"[{answer.finding.gate}] {answer.finding.sentence}"))

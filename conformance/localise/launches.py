@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from sacts.reference.bounds import Exactness, Expected, expected
 from sacts.reference.forward import Inputs
+from sacts.reference.numerics import Numerics
 from sacts.reference.spec import Hints
 
 from ..build import Problem
@@ -69,9 +70,13 @@ class Seen:
 
 def reference(launcher: Launcher, family: Family) -> Expected:
     """What a launch of this family must give, by the backend's numerics contract."""
-    problem = family.problem
-    numerics = launcher.backend.numerics(problem.spec.dtype, family.hints)
+    problem, numerics = family.problem, reference_numerics(launcher, family)
     return expected(problem.spec, family.inputs, problem.table, problem.candidates, numerics, family.exactness)
+
+
+def reference_numerics(launcher: Launcher, family: Family) -> Numerics:
+    """The backend's numerics contract for a launch of this family."""
+    return launcher.backend.numerics(family.problem.spec.dtype, family.hints)
 
 
 def compare(family: Family, right: Expected, observed: Observed) -> Seen:

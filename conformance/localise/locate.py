@@ -14,6 +14,7 @@ from sacts.reports.records import Finding, Gate, Strip
 
 from ..adapter import Refused
 from ..build import Problem
+from ..gates import generic
 from ..gates.intervals import judge_lse
 from ..gates.layout import LAUNCHES, judge_layout
 from ..inspection import normalized, traced
@@ -23,7 +24,7 @@ from .bisection import first_bad_tile, partners, try_split
 from .channels import few_channels, misplaced, wrong_channels
 from .clues import Clue, Kind, Reading, read
 from .count import read_count
-from .launches import BUDGET, BudgetSpent, Family, Meter, Seen
+from .launches import BUDGET, BudgetSpent, Family, Meter, Seen, reference_numerics
 from .slots import name, owner_of, walk
 from .tomography import decode
 
@@ -43,7 +44,7 @@ class Location:
 def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Location | None:
     """Look at the lists that the backend makes, where it shows them; launch the count and the random family; where one
     leaves its bounds, say where. Where both are right, poison what must not matter (gate layout), and say which slot
-    does. None where nothing is wrong.
+    does; then the sharper gates of drawn inputs. None where nothing is wrong.
 
     Raises AdapterRaised, ContractBroken or Refused where the first two launches do.
     """
@@ -55,7 +56,7 @@ def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Loc
     count, random = (_family(problem, probe) for probe in (COUNT, RANDOM))
     seen = first(count), first(random)
     if not (seen[0].bad.any() or seen[1].bad.any()):
-        return _layout(launcher, random, seen[1], budget)
+        return _layout(launcher, random, seen[1], budget) or _drawn(launcher, random, seen[1])
     found = _Search(Meter(launcher, budget), count, random, *seen).run()
     return _by_trace(launcher, random, found) if launcher.backend.traces else found
 
@@ -112,6 +113,13 @@ def _layout(launcher: Launcher, family: Family, seen: Seen, budget: int) -> Loca
         return None
     clue = Clue(Kind.LAYOUT, finding.sentence, Gate.LAYOUT)
     return Location(finding, None, (clue,), max(0, counted.launches - 1))
+
+
+def _drawn(launcher: Launcher, family: Family, seen: Seen) -> Location | None:
+    """What gates B, C and D say of a row, a candidate, or all rows together."""
+    bounds = generic.bounds(family.problem, family.inputs, reference_numerics(launcher, family))
+    finding = bounds.first(seen.observed) if bounds else None
+    return Location(finding, None, (Clue(Kind.WEIGHT, finding.sentence, finding.gate),), 0) if finding else None
 
 
 def _family(problem: Problem, probe: Probe) -> Family:
