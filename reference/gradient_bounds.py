@@ -91,8 +91,7 @@ def expected_gradients(
     d_lse: Array | None = None,
 ) -> ExpectedGradients:
     """The gradients, and the allowance of every element, for a backend with these numerics. An epilogue is no part of
-    it: d_out is the gradient before it, and of a spec with another than a cast nothing has a bound; nor where dS is
-    cast to FP8, which it may leave.
+    it: d_out is the gradient before it, and of a spec with another than a cast nothing has a bound.
     """
     exact = backward(spec, inputs, table, candidates, d_out, d_lse)
     edges = attended(spec, candidates)
@@ -201,16 +200,11 @@ def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given)
         slope = edge * scores.soft_cap_slope(np.where(edge, z, 0.0), spec.logits_soft_cap)
         wrong = error / spec.logits_soft_cap  # of tanh, so of 1 - tanh^2 twice that
         x = x * slope + (d_s + x + of_delta) * (wrong * (2 + wrong) + 4 * U32)
-    cast, d_z = _cast(numerics), d_s * slope
+    cast, d_z = rounding(numerics.p_backward), d_s * slope
     computed = d_z + x + of_delta * slope
     rounded = cast.u * computed + cast.a * visits
     reach = computed + rounded
     return _Edges(p * slope, p * a, d_z, eta, x, rounded, reach, visits, d_error, lse_error, lse, delta - d_lse)
-
-
-def _cast(numerics: Numerics) -> Rounding:
-    """Of dS and P to the format of their products; there is no bound for FP8."""
-    return rounding(numerics.p) if isinstance(numerics.p, DType) else Rounding(np.inf, 0.0)
 
 
 def _relative(eta: Array) -> Array:
@@ -284,7 +278,7 @@ def _key_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges)
 
 def _value_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges, d_out: Array) -> tuple[Array, Array]:
     """Of d_v [b, S, d_vo], likewise: d_out [b, r, g, d_vo], sizes."""
-    cast, dropout, share = _cast(numerics), 2 * U32, 1 - spec.dropout.p if spec.dropout else 1.0
+    cast, dropout, share = rounding(numerics.p_backward), 2 * U32, 1 - spec.dropout.p if spec.dropout else 1.0
     own = e.eta + dropout * (1 + e.eta) if spec.dropout else e.eta
     alone = e.dropped * (own + cast.u * (1 + own)) + (cast.a + FLUSH) * e.visits / share
     rows = d_out.reshape(len(d_out), -1, d_out.shape[-1])
@@ -371,7 +365,7 @@ def _atomic(terms: Array, numerics: Numerics) -> Array:
 
 
 def _finish(spec: AttentionSpec, numerics: Numerics, exact: Gradients, sums: _Sums) -> ExpectedGradients:
-    trusted = spec.epilogue.kind in (EpilogueKind.NONE, EpilogueKind.CAST) and isinstance(numerics.p, DType)
+    trusted = spec.epilogue.kind in (EpilogueKind.NONE, EpilogueKind.CAST)
 
     def allowed(value: Array, error: Array, own: Array, spread: Array, dtype: DType = numerics.out) -> Allowed:
         half_width = error + 4 * U32 * (np.abs(value) + error) + own

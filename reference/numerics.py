@@ -26,7 +26,8 @@ class Accumulator(StrEnum):
 class Numerics:
     """The arithmetic of one backend for one dtype.
 
-    p: format that the probabilities P are cast to before P V, FP8 ones included. p_offset: octaves by which they are
+    p: format that the probabilities P are cast to before P V, FP8 ones included; of P and dS in backward too, but FP8,
+        where it is that of out. p_offset: octaves by which they are
         raised before that cast (FP8: so that small ones are not lost).
     out: format of the stored output. partial: format of split partial outputs.
     accumulator: of q.k, P V and the products of backward; l is summed in FP32.
@@ -74,6 +75,11 @@ class Numerics:
     epilogue: DType = DType.FP32
     u_function: float = 2.0**-20
     gradient: DType | None = None
+
+    @property
+    def p_backward(self) -> DType:
+        """The format that P and dS are cast to in backward."""
+        return self.p if isinstance(self.p, DType) else self.out
 
     @classmethod
     def default(cls, dtype: DType) -> Numerics:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hard_problems import CODECS, FP8, NAMED, Hard, hard, one_by_one
+from hard_problems import CODECS, NAMED, Hard, hard, one_by_one
 from numpy.typing import NDArray
 
 from sacts.kernels_under_test.emulation.arithmetic import Arithmetic, cast
@@ -99,9 +99,6 @@ def allowed_backward(case: Hard, fed: Fed) -> ExpectedGradients:
 
 
 def uses_backward(case: Hard) -> dict[str, Use]:
-    """Nothing of a dS in FP8, which has no bound."""
-    if case.arithmetic.p in FP8:
-        return {}
     spec, how, rows, fed = case.problem.spec, case.arithmetic, rows_of(case), fed_of(case)
     allowed = allowed_backward(case, fed)
     d_out, d_lse, out, lse = (

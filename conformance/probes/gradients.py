@@ -258,15 +258,13 @@ def _sharp(problem: Problem, inputs: Inputs, call: Call, backend: Backend) -> Bo
     """
     numerics = backend.numerics(problem.spec.dtype, problem.hints)
     plain = bounds_of(problem, inputs, call, numerics)
-    if not isinstance(numerics.p, DType):
-        return plain
-    counts, least = _counts(problem), FORMATS[numerics.p].u / 4
+    counts, least = _counts(problem), FORMATS[numerics.p_backward].u / 4
     eta = numerics.u_exp + 16 * U32 * (1 + np.log(max(1, int(counts.max(initial=1)))))
-    if numerics.p is DType.FP32 or not _power(counts) or eta > least or not backend.capabilities.reads_saved:
+    if numerics.p_backward is DType.FP32 or not _power(counts) or eta > least or not backend.capabilities.reads_saved:
         return plain
     sharp = bounds_of(problem, inputs, call, replace(numerics, p=DType.FP32))
     edge = attended_edges(problem, inputs, call)
-    exact = bool((round_to(edge.d_s, numerics.p) == edge.d_s).all() and (call.errors.out < NOT_ROUNDED).all())
+    exact = bool((round_to(edge.d_s, numerics.p_backward) == edge.d_s).all() and (call.errors.out < NOT_ROUNDED).all())
     return replace(plain, allowed={**plain.allowed, **(sharp.allowed if exact else {"d_v": sharp.allowed["d_v"]})})
 
 

@@ -59,6 +59,11 @@ class Arithmetic:
     merge_outputs: bool = False
 
     @property
+    def p_backward(self) -> DType:
+        """The format of P and dS in backward."""
+        return self.p if isinstance(self.p, DType) else self.out
+
+    @property
     def numerics(self) -> Numerics:
         """The contract that this arithmetic keeps."""
         return Numerics(

@@ -50,10 +50,10 @@ def backward(
     d_z = p * (d_p - delta[..., None] + d_lse[..., None])
     if scores.capped is not None:
         d_z = d_z * (1.0 - scores.capped * scores.capped)
-    d_z = cast(d_z, arithmetic.p)
+    d_z = cast(d_z, arithmetic.p_backward)
     d_q = product(d_z, scores.k, arithmetic) * spec.sm_scale
     d_k = product(d_z.transpose(-1, -2), scores.q, arithmetic) * spec.sm_scale
-    d_v = product(cast(weights, arithmetic.p).transpose(-1, -2), d_out, arithmetic)
+    d_v = product(cast(weights, arithmetic.p_backward).transpose(-1, -2), d_out, arithmetic)
     if spec.rope:
         d_q = turned(d_q, rows.query_position[:, None], spec.rope, -1)
         d_k = turned(d_k, rows.key_position, spec.rope, -1)
