@@ -43,7 +43,7 @@ def audit(
 
     [bold]sacts run -a sacts.kernels_under_test.faults:tail_slot_attended[/]  see what a user would see
     """
-    from sacts.kernels_under_test.faults import audited
+    from sacts.kernels_under_test.faults import ModelFault, audited
     from sacts.reports import summary
 
     from ..audit import audit as compare
@@ -63,6 +63,14 @@ def audit(
             print(f"{fault.name}: {fault.stands_for} [{', '.join(fault.gates)}]")
         return
     check_device(device)
+    if device != "cpu":
+        elsewhere = [fault.name for fault in chosen if isinstance(fault, ModelFault)]
+        if faults and elsewhere:
+            usage(f"{', '.join(elsewhere)}: seeded in the modelled kernel, which runs on the cpu only, not on {device}")
+        err.print(
+            f"{len(elsewhere)} faults of the modelled kernel are left out: it runs on the cpu only", highlight=False
+        )
+        chosen = [fault for fault in chosen if fault.name not in elsewhere]
     path = tier_path(tier)
     cells_of(path)
     names = [fault.adapter for fault in chosen]
