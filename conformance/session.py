@@ -54,6 +54,7 @@ class Journal:
         self.records: dict[str, Record] = {}
         self.collected: list[str] = []
         self.errors: list[str] = []
+        self.seconds: dict[str, float] = {}  # by cell id, of all adapters and replicates
         self._device = device
         self._progress = progress
         self._task: TaskID | None = None
@@ -82,14 +83,15 @@ class Journal:
         """One record per item: the judged one, or a suite error where the item failed without one."""
         found = [value for name, value in report.user_properties if name == RECORD]
         if found and report.when == "call":
-            self._add(report.nodeid, decode(str(found[0])))
+            self._add(report.nodeid, decode(str(found[0])), report.duration)
         elif report.failed and report.nodeid not in self.records:
             crash = getattr(report.longrepr, "reprcrash", None)
             words = crash.message if crash else str(report.longrepr)
             self._add(report.nodeid, self._blank(report.nodeid, Verdict.SUITE_ERROR, words))
 
-    def _add(self, nodeid: str, record: Record) -> None:
+    def _add(self, nodeid: str, record: Record, seconds: float = 0.0) -> None:
         self.records[nodeid] = record
+        self.seconds[record.cell] = self.seconds.get(record.cell, 0.0) + seconds
         if self._task is not None:
             bad = sum(not r.accepted for r in self.records.values())
             self._progress.update(self._task, completed=len(self.records), bad=f"{bad} not accepted" if bad else "")
@@ -112,8 +114,10 @@ class SelectionError(ValueError):
     """A selection that names nothing that can be judged."""
 
 
-def judge_all(selection: Selection, console: Console) -> list[Record]:
-    """Judge every selected case. Raises SelectionError where nothing matches or a file cannot be read."""
+def judge_all(selection: Selection, console: Console, seconds: dict[str, float] | None = None) -> list[Record]:
+    """Judge every selected case; `seconds` takes what each cell took. Raises SelectionError where nothing matches or a
+    file cannot be read.
+    """
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -137,6 +141,8 @@ def judge_all(selection: Selection, console: Console) -> list[Record]:
             del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
         else:
             os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = before
+    if seconds is not None:
+        seconds |= journal.seconds
     return journal.complete()
 
 

@@ -40,7 +40,10 @@ def sacts(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["run", "decode/fp16/kv:17/patern:all"], "nearest cell of smoke: decode/fp16/kv:17/pattern:all"),
         (["run", "decode/fp15/kv:17"], "axis dtype has no value 'fp15'; did you mean 'fp16'?"),
         (["audit", "tail_slot"], "no seeded fault 'tail_slot'; did you mean 'tail_slot_attended'?"),
-        (["audit", "-d", "meta", "delta_missing"], "delta_missing: seeded in the modelled kernel, which runs on the cpu"),
+        (
+            ["audit", "-d", "meta", "delta_missing"],
+            "seeded in the modelled kernel, which runs on the cpu only",
+        ),
         (["run", "--nonsense"], "No such option"),
     ],
 )

@@ -8,7 +8,7 @@ import typer
 
 from sacts.reports import records
 
-from . import adapter, audit, detect, determinism, doctor, explain, locate, matrix, replay, run
+from . import adapter, audit, detect, determinism, doctor, explain, locate, matrix, replay, report, run
 
 app = typer.Typer(
     name="sacts",
@@ -23,6 +23,7 @@ for module in (run, audit, detect, determinism, explain, locate, doctor, replay)
     app.command(name)(getattr(module, name))
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(matrix.app, name="matrix")
+app.add_typer(report.app, name="report")
 
 
 def main() -> None:

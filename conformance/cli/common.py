@@ -11,9 +11,10 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from sacts.matrices import tiers
+from sacts.matrices import shards, tiers
 from sacts.matrices.cell import Cell, CellError, parse
 from sacts.reports import records
+from sacts.reports.shards import MergeError, read_durations
 
 from .. import loading
 from ..worker import Limits
@@ -54,6 +55,13 @@ CellIds = Annotated[
     list[str] | None,
     typer.Argument(help="Cell ids; default: the whole tier.", show_default=False, autocompletion=_cell_ids),
 ]
+ShardOf = Annotated[
+    str, typer.Option("--shard", metavar="I/N", help="Part I of N of the tier; join with sacts report merge.")
+]
+DurationsOf = Annotated[
+    Path | None,
+    typer.Option(help="durations.json of an earlier run, to balance shards: one file for all.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
@@ -61,6 +69,22 @@ def usage(message: object) -> NoReturn:
     """Say what was wrong and exit 2."""
     err.print(f"sacts: {message}", style="bold red", markup=False, highlight=False)
     raise typer.Exit(records.EXIT_USAGE)
+
+
+def shard_of(text: str) -> shards.Shard:
+    """A shard, or a usage error."""
+    try:
+        return shards.parse(text)
+    except shards.ShardError as error:
+        usage(error)
+
+
+def durations_of(path: Path | None) -> dict[str, float]:
+    """Recorded seconds by cell id, none where no file is given, or a usage error."""
+    try:
+        return read_durations(path) if path else {}
+    except MergeError as error:
+        usage(error)
 
 
 def tier_path(tier: str) -> Path:

@@ -5,28 +5,34 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from sacts.matrices import shards
 from sacts.matrices.cell import axis_values
 from sacts.reports import records
 
 from .common import (
     CellIds,
     Device,
+    DurationsOf,
     Expression,
     Processes,
+    ShardOf,
     Tier,
     adapter_names,
     cell_of,
     cells_of,
     check_adapters,
     check_device,
+    durations_of,
     err,
     out,
     processes_for,
+    shard_of,
     tier_path,
     usage,
 )
@@ -35,12 +41,23 @@ DEFAULT_ADAPTERS = ["triton", "sdpa"]
 
 
 @contextmanager
-def _tier_of(ids: list[str], path: Path) -> Iterator[tuple[Path, str, int]]:
-    """A tier file with just these cells (any cell of the matrix), the expression that selects replicates, and their
-    number.
+def _tier_of(
+    ids: list[str], path: Path, part: shards.Shard, seconds: dict[str, float]
+) -> Iterator[tuple[Path, str, int]]:
+    """A tier file with just these cells (any cell of the matrix), or with those of a shard; the expression that selects
+    replicates, and their number.
     """
     if not ids:
-        yield path, "", 1
+        if part == shards.WHOLE:
+            yield path, "", 1
+            return
+        mine = shards.parts(cells_of(path), part.count, seconds)[part.index - 1]
+        if not mine:
+            usage(f"shard {part} of {path.stem} is empty: it has {len(cells_of(path))} cells")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / path.name
+            file.write_text("\n".join(cell.id for cell in mine) + "\n", encoding="utf-8")
+            yield file, "", 1
         return
     chosen, terms, replicates = [], [], 1
     for text in ids:
@@ -80,6 +97,8 @@ def run(
     compile_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds for a spec's first launch, which may compile.")
     ] = 60.0,
+    shard: ShardOf = "1/1",
+    durations: DurationsOf = None,
     report: Annotated[Path, typer.Option(help="Folder for records.jsonl, report.html and junit.xml.")] = Path(
         "sacts-report"
     ),
@@ -100,8 +119,11 @@ def run(
     adapters = adapter or DEFAULT_ADAPTERS
     check_adapters(adapters)
     check_device(device)
-    with _tier_of(cells or [], tier_path(tier)) as (path, chosen, needed):
-        cells_of(path)
+    part = shard_of(shard)
+    if part != shards.WHOLE and (cells or expression):
+        usage("--shard cuts a whole tier: leave cells and -k away, or write the cells that you mean into a .cells file")
+    with _tier_of(cells or [], tier_path(tier), part, durations_of(durations)) as (path, chosen, needed):
+        mine = [cell.id for cell in cells_of(path)]
         both = f"({chosen}) and ({expression})" if chosen and expression else chosen or expression
         selection = Selection(
             path,
@@ -113,19 +135,37 @@ def run(
             Limits(timeout, compile_timeout),
         )
         try:
-            judged = judge_all(selection, err)
+            seconds: dict[str, float] = {}
+            judged = judge_all(selection, err, seconds)
         except SelectionError as error:
             usage(error)
     from sacts.reports import html, junit, summary
+    from sacts.reports.shards import Manifest, write, write_durations
 
     from ..environment import environment
 
+    found = environment(device)
+    if not (cells or expression):
+        manifest = Manifest(
+            suite=version("sacts"),
+            tier=tier,
+            whole=[cell.id for cell in cells_of(tier_path(tier))],
+            cells=mine,
+            index=part.index,
+            count=part.count,
+            adapters=adapters,
+            device=device,
+            replicates=replicates,
+            environment=found,
+        )
+        write(report, manifest)
+        write_durations(report, seconds)
     summary.show(out, judged)
     code = records.exit_code(judged)
     word = {records.EXIT_ACCEPTED: "accepted", records.EXIT_FAILURES: "not accepted"}.get(code, "incomplete")
     records.write(report / "records.jsonl", judged)
     junit.write(report / "junit.xml", judged)
-    html.write(report / "report.html", judged, environment(device), axis_values)
+    html.write(report / "report.html", judged, found, axis_values)
     files = "records.jsonl, junit.xml and report.html"
     out.print(f"{word}; {len(judged)} records: {files} in {report}", markup=False, highlight=False)
     raise typer.Exit(code)
