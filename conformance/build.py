@@ -17,10 +17,11 @@ from sacts.matrices.cell import Cell
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.paging import PagedCache, PageTable
-from sacts.reference.spec import AttentionSpec, CausalRule, DType, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, Hints
 
 from .adapter import PADDING
 from .draw import Array, Draw, Ints
+from .terms import terms_of
 
 WINDOW, SINKS = 16, 4  # of the pattern `union`
 STALE_COLUMNS = 2  # page-table columns beyond the longest request
@@ -102,6 +103,7 @@ def build(
         block_size=cell.block,
         causal=CausalRule.NONE if cell.causal == CausalRule.NONE else causal_rule,
         window_left=cell.window,
+        **terms_of(cell, Draw(cell.id, replicate, "terms")),
     )
     draw = Draw(cell.id, replicate, "layout")
     table, pages = _PAGE_MAPS[cell.map](spec, draw)
@@ -291,8 +293,14 @@ _PATTERNS: dict[str, Callable[[int, Draw], Ints]] = {
 }
 
 
+def _repeated(entries: Ints) -> Ints:
+    """A list of a multiset: every third entry three times in all, the repeats behind the others."""
+    return np.concatenate((entries, np.tile(entries[::3], 2)))
+
+
 def _raw_lists(cell: Cell, spec: AttentionSpec, draw: Draw) -> CandidateLists:
     """One list per row, over the entries that the row may name: token lists end at a causal query's own position."""
+    repeats = spec.candidate_kind is CandidateKind.MULTISET
     lists = []
     for request, position in zip(spec.token_request, spec.token_position, strict=True):
         tokens = spec.seq_lens[request]
@@ -300,6 +308,7 @@ def _raw_lists(cell: Cell, spec: AttentionSpec, draw: Draw) -> CandidateLists:
             tokens = min(tokens, max(0, position + 1))
         entries = -(-tokens // spec.block_size)
         for _ in range(spec.num_kv_heads):
-            lists.append(_PATTERNS[cell.pattern](entries, draw) if entries else np.zeros(0, np.int64))
+            named = _PATTERNS[cell.pattern](entries, draw) if entries else np.zeros(0, np.int64)
+            lists.append(_repeated(named) if repeats else named)
     lengths = [len(entries) for entries in lists]
     return CandidateLists(np.cumsum([0, *lengths]), np.concatenate([np.zeros(0, np.int64), *lists]))

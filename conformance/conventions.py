@@ -48,14 +48,17 @@ def lists_for(problem: Problem, capabilities: Capabilities) -> CandidateLists:
     if capabilities.index_space is IndexSpace.PHYSICAL:
         return _physical(problem)
     if capabilities.consumes is Consumes.VALIDATED:
-        return CandidateLists(problem.candidates.indptr, problem.candidates.indices)
+        lists = problem.candidates  # of a multiset each entry stands as often as it counts
+        ends = np.concatenate(([0], np.cumsum(lists.counts)))
+        return CandidateLists(ends[lists.indptr], np.repeat(lists.indices, lists.counts))
     return _padded(problem.spec, problem.raw, capabilities)
 
 
 def _physical(problem: Problem) -> CandidateLists:
     """The attended tokens of each row as physical slots."""
     spec = problem.spec
-    rows, t, _ = edges(spec, problem.candidates)
+    rows, t, counts = edges(spec, problem.candidates)
+    rows, t = np.repeat(rows, counts), np.repeat(t, counts)
     request = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
     page, offset = np.divmod(t, spec.page_size)
     indptr = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=spec.num_rows))))

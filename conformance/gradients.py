@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from sacts.reference.gradient_bounds import FedErrors
+from sacts.reference.spec import Epilogue
 from sacts.reports.records import Finding, Gate, ProbeResult
 
 from .backward_launch import Call, ObservedGradients, launch_backward
@@ -43,10 +44,12 @@ class GradientVerdict:
 
 def judge_gradients(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> GradientVerdict:
     """Requirement: every element of d_q, d_k, d_v and d_sink lies in its interval, whatever stands where no row
-    attends; slots that no row attends have gradient exactly 0. Raises what a launch raises.
+    attends; slots that no row attends have gradient exactly 0. An epilogue is no part of backward: the spec of the
+    call has none. Raises what a launch raises.
     """
     if not launcher.backend.has_backward:
         return GradientVerdict(NOT_OFFERED)
+    problem = replace(problem, spec=replace(problem.spec, epilogue=Epilogue()))  # backward starts before it
     made = copies(problem, launcher.backend)
     seen = _launched(launcher, made)
     use = [uses(copy.bounds, each) for copy, each in zip(made, seen, strict=True)]

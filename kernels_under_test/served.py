@@ -1,5 +1,5 @@
-"""What the bundled backends serve of a spec: the plain row. Everything else is refused by name, never silently
-ignored.
+"""What the bundled backends serve of a spec: the plain row. Everything else is refused by name, "not
+yet: rope", never silently ignored.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def unserved(spec: AttentionSpec) -> str:
         (spec.epilogue != Epilogue(), f"epilogue {spec.epilogue.kind}"),
     ):
         if beyond:
-            return reason
+            return f"not yet: {reason}"
     return ""

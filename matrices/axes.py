@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sacts.reference.spec import CausalRule, DType
+from sacts.reference.spec import CandidateKind, CausalRule, DType, EmptyRowRule
 
 
 class Phase(StrEnum):
@@ -47,18 +47,61 @@ VALUES = {
     "shifted": "all logits shifted by one number, -864 (random probe) or -98304 (count witness)",
     "equal": "all keys equal: every logit the same, not zero",
 }
-MEANINGS = {"pattern": PATTERNS, "map": MAPS, "cache": CACHES, "values": VALUES}
+POSITIONS = {
+    "none": "logits do not depend on positions",
+    "rope": "RoPE inside the kernel over all channels, half-split pairs; keys are stored unrotated",
+    "rope-interleaved": "RoPE inside the kernel over the first half of the channels, interleaved pairs",
+    "alibi": "ALiBi: -slope * |pos_q - t|, another slope for each query head, from 2^-4 down",
+    "buckets": "relative buckets as in T5, 8 up to a distance of 64, a drawn bias for each query head and bucket",
+}
+SINKS = {"off": "no sink", "on": "a drawn sink logit for each query head joins each row once"}
+KINDS = {
+    CandidateKind.SET.value: "a list names a set: order and duplicates mean nothing",
+    CandidateKind.MULTISET.value: "each repeat adds mass: every third entry of a list stands in it three times",
+    CandidateKind.SEQUENCE.value: "order counts: position terms and dropout use the place in the list",
+}
+EMPTY_ROWS = {
+    EmptyRowRule.ZERO.value: "a row without an edge has out 0, lse -inf or the sink logit",
+    EmptyRowRule.FORCE_SELF.value: "a row without an edge attends the query's own token",
+    EmptyRowRule.FORCE_SINK_TOKEN.value: "a row without an edge attends token 0",
+}
+EPILOGUES = {
+    "none": "out as it is",
+    "cast": "out rounded to fp16 (in an fp16 cell: to bf16) after the merge",
+    "relu": "max(out, 0) after the merge",
+    "silu": "out * sigmoid(out) after the merge",
+    "low_bit": "out written back as 8-bit integers of scale 1/64 after the merge",
+}
+MEANINGS = {
+    "pattern": PATTERNS,
+    "map": MAPS,
+    "cache": CACHES,
+    "values": VALUES,
+    "pos": POSITIONS,
+    "sink": SINKS,
+    "kind": KINDS,
+    "empty": EMPTY_ROWS,
+    "epilogue": EPILOGUES,
+}
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: `default` None means that the value always stands in the id; `values` None: integers from `low`."""
+    """One axis: `default` None means that the value always stands in the id; `values` None: integers from `low` to
+    `high`. `clause`: where the contract demands it.
+    """
 
     name: str
     sentence: str
     default: object = None
     values: tuple[str, ...] | None = None
     low: int = 1
+    high: int | None = None
+    clause: str = "DESIGN section 6"
+
+    def holds(self, number: int) -> bool:
+        """Whether an integer is a value of the axis."""
+        return self.low <= number and (self.high is None or number <= self.high)
 
 
 AXES = (
@@ -80,4 +123,13 @@ AXES = (
     Axis("splits", "hint: parts that a row's KV range is cut into", 1),
     Axis("tile", "hint: slots in a KV tile", 64),
     Axis("values", "numeric family of q, K and V", "gaussian", tuple(VALUES)),
+    Axis(
+        "pos", "position coding of the logits", "none", tuple(POSITIONS), clause="DESIGN section 4, One row; RoPE, bias"
+    ),
+    Axis("cap", "soft cap c of the logits, c * tanh(z / c); 0: none", 0, low=0, clause="DESIGN section 4, One row"),
+    Axis("sink", "learned sink logits", "off", tuple(SINKS), clause="DESIGN section 4, One row"),
+    Axis("dropout", "percent of the edges that are dropped", 0, low=0, high=99, clause="DESIGN section 4, Dropout"),
+    Axis("kind", "what a candidate list means", "set", tuple(KINDS), clause="DESIGN section 4, Candidates"),
+    Axis("empty", "what a row without an edge yields", "zero", tuple(EMPTY_ROWS), clause="DESIGN section 4, Empty row"),
+    Axis("epilogue", "what is done to out at last", "none", tuple(EPILOGUES), clause="DESIGN section 4, Epilogues"),
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from .axes import AXES, Axis
+from .constraints import CONSTRAINTS, Constraint
 
 
 class CellError(ValueError):
@@ -36,6 +37,13 @@ class Cell:
     splits: int = 1
     tile: int = 64
     values: str = "gaussian"
+    pos: str = "none"
+    cap: int = 0
+    sink: str = "off"
+    dropout: int = 0
+    kind: str = "set"
+    empty: str = "zero"
+    epilogue: str = "none"
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -43,29 +51,15 @@ class Cell:
             if axis.values is not None and value not in axis.values:
                 raise CellError(f"axis {axis.name} has no value {value!r}; {_choices(str(value), axis.values)}")
             for number in value if isinstance(value, tuple) else (value,):
-                if axis.values is None and (not isinstance(number, int) or number < axis.low):
-                    raise CellError(f"axis {axis.name} takes integers from {axis.low}, got {number!r}")
+                if axis.values is None and (not isinstance(number, int) or not axis.holds(number)):
+                    to = "" if axis.high is None else f" to {axis.high}"
+                    raise CellError(f"axis {axis.name} takes integers from {axis.low}{to}, got {number!r}")
         if len(self.heads) != 2 or self.heads[0] % self.heads[1]:
             seen = _text(self.heads, "-")
             raise CellError(f"axis heads takes query heads - KV heads, a multiple of them, such as 4-2; got {seen}")
-        for holds, message in (
-            (self.kv, "axis kv names no request"),
-            (self.phase == "prefill" or not self.q, "axis q belongs to prefill; decode has one query a request"),
-            (self.phase == "decode" or len(self.q) == len(self.kv), "axis q must name as many requests as axis kv"),
-            (
-                self.cache == "contiguous" or self.map != "high",
-                "map:high needs cache:contiguous: both are about offsets beyond 32 bits",
-            ),
-            (self.pattern != "case64k" or self.block == self.page == 16, "pattern:case64k needs page:16 and block:16"),
-            (self.map != "shared" or len(self.kv) > 1, "map:shared needs two requests or more"),
-            (self.pattern != "example" or self.map == "example", "pattern:example needs map:example"),
-            (
-                self.map != "example" or (self.page == 64 and self.kv == (128,)),
-                "map:example is the page table (41, 7): it needs page:64 and kv:128",
-            ),
-        ):
-            if not holds:
-                raise CellError(message)
+        for constraint in CONSTRAINTS:
+            if not constraint.holds(self):
+                raise CellError(_broken(self, constraint))
 
     @property
     def id(self) -> str:
@@ -90,6 +84,13 @@ def _text(value: object, separator: str) -> str:
 def _part(cell: Cell, axis: Axis) -> str:
     value = getattr(cell, axis.name)
     return "" if value == axis.default else f"{axis.name}:{_text(value, _LISTS.get(axis.name, ''))}"
+
+
+def _broken(cell: Cell, constraint: Constraint) -> str:
+    """The values that exclude each other, and why."""
+    values = {name: _text(getattr(cell, name), _LISTS.get(name, "")) for name in constraint.axes}
+    seen = " and ".join(f"{name}:{value}" for name, value in values.items() if value)
+    return f"{seen} exclude each other: {constraint.because}" if seen else constraint.because
 
 
 def _choices(wrong: str, valid: tuple[str, ...] | list[str]) -> str:

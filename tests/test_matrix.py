@@ -77,7 +77,8 @@ def test_every_axis_shows_in_the_id() -> None:
     changes: dict[str, object] = {
         "phase": "decode", "dtype": "bf16", "kv": (41,), "q": (4,), "heads": (8, 2), "dim": 128, "page": 1, "block": 2,
         "pattern": "all", "map": "high", "cache": "span", "causal": "bottom_right", "window": 0, "splits": 2,
-        "tile": 16, "values": "huge",
+        "tile": 16, "values": "huge", "pos": "rope", "cap": 30, "sink": "on", "dropout": 25, "kind": "multiset",
+        "empty": "force_self", "epilogue": "cast",
     }  # fmt: skip
     assert list(changes) == [axis.name for axis in AXES]
     decode = Cell(str(changes.pop("phase")), "fp16", (40,))

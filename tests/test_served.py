@@ -31,17 +31,17 @@ from sacts.reports.records import Verdict
 
 PROBLEM = build(parse("decode/fp32/kv:20"))
 BEYOND: dict[str, dict[str, Any]] = {
-    "candidate_kind multiset": {"candidate_kind": CandidateKind.MULTISET},
-    "empty_row forbid": {"empty_row": EmptyRowRule.FORBID},
-    "rope": {"rope": RoPE(64)},
-    "logits_soft_cap": {"logits_soft_cap": 30.0},
-    "alibi_slopes": {"alibi_slopes": (0.5,) * 4},
-    "buckets": {"buckets": RelativeBuckets((0,), ((0.0,),) * 4)},
-    "sink_logits": {"sink_logits": (0.0,) * 4},
-    "dropout": {"dropout": Dropout(0.5, 1)},
-    "k_codec int8": {"k_codec": Codec(CodecFormat.INT8)},
-    "v_codec fp8_e5m2": {"v_codec": Codec(CodecFormat.FP8_E5M2)},
-    "epilogue gate": {"epilogue": Epilogue(EpilogueKind.GATE)},
+    "not yet: candidate_kind multiset": {"candidate_kind": CandidateKind.MULTISET},
+    "not yet: empty_row forbid": {"empty_row": EmptyRowRule.FORBID},
+    "not yet: rope": {"rope": RoPE(64)},
+    "not yet: logits_soft_cap": {"logits_soft_cap": 30.0},
+    "not yet: alibi_slopes": {"alibi_slopes": (0.5,) * 4},
+    "not yet: buckets": {"buckets": RelativeBuckets((0,), ((0.0,),) * 4)},
+    "not yet: sink_logits": {"sink_logits": (0.0,) * 4},
+    "not yet: dropout": {"dropout": Dropout(0.5, 1)},
+    "not yet: k_codec int8": {"k_codec": Codec(CodecFormat.INT8)},
+    "not yet: v_codec fp8_e5m2": {"v_codec": Codec(CodecFormat.FP8_E5M2)},
+    "not yet: epilogue gate": {"epilogue": Epilogue(EpilogueKind.GATE)},
 }
 
 

@@ -15,7 +15,7 @@ from sacts.reference.spec import AttentionSpec
 
 from .. import sample
 from ..build import Problem, last_query
-from . import margins
+from . import applicability, margins
 from .inputs import COUNT, RANDOM, Probe, dithered
 from .rows import plain
 from .witness import Witness, suits, witness
@@ -103,8 +103,14 @@ def _random(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:
 def _count(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:
     inputs, right, whole = _judged(problem, COUNT, numerics, rows)
     hair = np.broadcast_to(dithered(problem), right.out.shape)
-    margin = {"count": margins.of_count(right, ~hair), "dither": margins.of_dither(problem, right, hair)}
-    return Copy(problem, inputs, whole, {"count": ~hair, "dither": hair}, margin, rows=rows)
+    if not applicability.terms_of(problem.spec):
+        margin = {"count": margins.of_count(right, ~hair)}
+    else:
+        margin = {"count": margins.of_weights(problem if rows is None else sample.only(problem, rows), inputs, right)}
+    judged = {"count": ~hair}
+    if hair.any():
+        margin["dither"], judged["dither"] = margins.of_dither(problem, right, hair), hair
+    return Copy(problem, inputs, whole, judged, margin, rows=rows)
 
 
 def busiest(problem: Problem) -> list[int]:

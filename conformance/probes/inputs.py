@@ -20,6 +20,7 @@ from ..build import Problem
 from ..draw import Array, Draw
 from ..launch import STALE_VALUE
 from . import dither
+from .applicability import keeps_meaning
 
 SHIFT, WITNESS_SHIFT = 96.0, 1024.0  # sizes of the shifting channel of q and K, exact in every dtype
 HOT_KEY = 8.0  # and STALE_VALUE: stale data in slots that belong to no committed token
@@ -90,14 +91,17 @@ def _count(problem: Problem) -> Inputs:
         q, k = _shift(q, k, WITNESS_SHIFT)
     v = _paired_codes(problem, draw, v_shape)
     chosen = dithered(problem)
-    v[..., chosen] = _dither(problem, draw, int(chosen.sum()))
+    if chosen.any():
+        v[..., chosen] = _dither(problem, draw, int(chosen.sum()))
     return problem.inputs(q, k, v)
 
 
 def dithered(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Channels of the count probe that hold the values of `dither` instead of codes: every other one. [d_vo]."""
+    """Channels of the count probe that hold the values of `dither` instead of codes: every other one, or none where
+    dither has no meaning. [d_vo].
+    """
     odd: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.arange(problem.spec.head_dim_vo) % 2 == 1
-    return odd
+    return odd & keeps_meaning("dither", problem.spec)
 
 
 def _dither(problem: Problem, draw: Draw, channels: int) -> Array:

@@ -9,11 +9,14 @@ from numpy.typing import NDArray
 
 from sacts.reference.bounds import Expected
 from sacts.reference.formats import half_spacing
+from sacts.reference.forward import Inputs
 from sacts.reference.spec import DType
 
 from ..build import Problem
 from ..draw import Array
 from . import dither, stairs
+from .inputs import dithered
+from .weights import finished, row_weights
 from .witness import Lane, Witness
 
 Bools = NDArray[np.bool_]
@@ -43,6 +46,21 @@ def of_count(expected: Expected, codes: Bools) -> Array:
         times = np.where(codes, np.where(width > 0, moved / width, np.where(moved > 0, CERTAIN, 0.0)), 0.0)
     trusted = np.where(expected.trusted, times.max(axis=-1), 0.0)
     return np.minimum(trusted[rows], CERTAIN)
+
+
+def of_weights(problem: Problem, inputs: Inputs, expected: Expected) -> Array:
+    """As `of_count`, whatever the weights: the loss of one occurrence of a key, in rows of two keys or more, where it
+    shows least.
+    """
+    needed, hair, found = noticed(expected, problem.spec.dtype), dithered(problem), []
+    for row in row_weights(problem, inputs):
+        if len(row.t) < 2:
+            continue
+        moved = np.abs(finished(problem, row.without_one()) - finished(problem, row.out))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            times = np.where(moved > 0, moved / needed[row.token, row.qo_head], 0.0)
+        found.append(min(float(np.where(hair, 0.0, times).max(axis=-1).min()), CERTAIN))
+    return np.array(found)
 
 
 def of_dither(problem: Problem, expected: Expected, hair: Bools) -> Array:

@@ -1,0 +1,79 @@
+"""What the axes of a cell beyond the plain row say of its spec: position coding, soft cap, sink, dropout, candidate
+kind, empty rows, epilogue. Learned numbers are drawn for the cell, exact in FP32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sacts.matrices.cell import Cell
+from sacts.reference.scores import t5_buckets
+from sacts.reference.spec import (
+    CandidateKind,
+    Dropout,
+    DType,
+    EmptyRowRule,
+    Epilogue,
+    EpilogueKind,
+    Nonlinearity,
+    RelativeBuckets,
+    RoPE,
+    RopeLayout,
+)
+
+from .draw import Array, Draw
+
+NUM_BUCKETS, FARTHEST = 8, 64
+FIRST_SLOPE = 4  # octaves below 1 of the steepest ALiBi slope; the last head has twice as many
+LOW_BITS, LOW_SCALE = 8, 2.0**-6
+
+
+def terms_of(cell: Cell, draw: Draw) -> dict[str, Any]:
+    """The fields of `AttentionSpec` that the term axes decide. `draw`: for the learned numbers and dropout's seed."""
+    return {
+        **_positional(cell, draw),
+        "logits_soft_cap": float(cell.cap),
+        "sink_logits": tuple(_numbers(draw, cell.heads[0]).tolist()) if cell.sink == "on" else (),
+        "dropout": _dropout(cell, draw) if cell.dropout else None,
+        "candidate_kind": CandidateKind(cell.kind),
+        "empty_row": EmptyRowRule(cell.empty),
+        "epilogue": _epilogue(cell),
+    }
+
+
+def _numbers(draw: Draw, *shape: int) -> Array:
+    return draw.normal(shape).astype(np.float32).astype(np.float64)
+
+
+def _positional(cell: Cell, draw: Draw) -> dict[str, Any]:
+    heads = cell.heads[0]
+    if cell.pos == "rope":
+        return {"rope": RoPE(cell.dim)}
+    if cell.pos == "rope-interleaved":
+        return {"rope": RoPE(cell.dim // 2, layout=RopeLayout.INTERLEAVED)}
+    if cell.pos == "alibi":
+        return {"alibi_slopes": tuple(2.0 ** -(FIRST_SLOPE * (1 + head / heads)) for head in range(heads))}
+    if cell.pos == "buckets":
+        first = t5_buckets(NUM_BUCKETS, FARTHEST)
+        bias = tuple(tuple(row) for row in _numbers(draw, heads, len(first)).tolist())
+        return {"buckets": RelativeBuckets(first, bias)}
+    return {}
+
+
+def _dropout(cell: Cell, draw: Draw) -> Dropout:
+    """Uids of requests that are neither their places in the batch nor in their order."""
+    uids = tuple((100 + 7 * draw.permutation(len(cell.kv))).tolist())
+    return Dropout(cell.dropout / 100, draw.integer(2**32, 2**63), uids)
+
+
+def _epilogue(cell: Cell) -> Epilogue:
+    if cell.epilogue == "cast":
+        other = DType.BF16 if cell.dtype == DType.FP16 else DType.FP16
+        return Epilogue(EpilogueKind.CAST, other)
+    if cell.epilogue == "low_bit":
+        return Epilogue(EpilogueKind.LOW_BIT, bits=LOW_BITS, scale=LOW_SCALE)
+    if cell.epilogue == "none":
+        return Epilogue()
+    return Epilogue(EpilogueKind.NONLINEAR, function=Nonlinearity(cell.epilogue))

@@ -1,0 +1,132 @@
+"""Which combinations of axis values name no cell, as data: each constraint has the axes that it ties together, the
+rule, and the words that a cell which breaks it is answered with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cell import Cell
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """`axes`: those whose values decide, in the order in which a message names them; `holds`: whether a cell may have
+    them; `because`: why not, in words that name what is valid.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    holds: Callable[[Cell], bool]
+    because: str
+
+
+def _repeats(pattern: str) -> bool:
+    """Whether the raw lists of a pattern repeat entries by themselves."""
+    return pattern in ("duplicates", "union")
+
+
+def _own_token_committed(cell: Cell) -> bool:
+    return all(q <= t for q, t in zip(cell.qo_lens, cell.kv, strict=True))
+
+
+def _sink_token_committed(cell: Cell) -> bool:
+    return all(t > 0 for q, t in zip(cell.qo_lens, cell.kv, strict=True) if q)
+
+
+CONSTRAINTS = (
+    Constraint("requests", ("kv",), lambda c: bool(c.kv), "axis kv names no request"),
+    Constraint(
+        "queries of prefill",
+        ("phase", "q"),
+        lambda c: c.phase == "prefill" or not c.q,
+        "axis q belongs to prefill; decode has one query a request",
+    ),
+    Constraint(
+        "queries by request",
+        ("q", "kv"),
+        lambda c: c.phase == "decode" or len(c.q) == len(c.kv),
+        "axis q must name as many requests as axis kv",
+    ),
+    Constraint(
+        "one way beyond 32 bits",
+        ("map", "cache"),
+        lambda c: c.cache == "contiguous" or c.map != "high",
+        "map:high needs cache:contiguous: both are about offsets beyond 32 bits",
+    ),
+    Constraint(
+        "64K pages",
+        ("pattern", "page", "block"),
+        lambda c: c.pattern != "case64k" or c.block == c.page == 16,
+        "pattern:case64k needs page:16 and block:16",
+    ),
+    Constraint(
+        "sharing",
+        ("map", "kv"),
+        lambda c: c.map != "shared" or len(c.kv) > 1,
+        "map:shared needs two requests or more",
+    ),
+    Constraint(
+        "example lists",
+        ("pattern", "map"),
+        lambda c: c.pattern != "example" or c.map == "example",
+        "pattern:example needs map:example",
+    ),
+    Constraint(
+        "example pages",
+        ("map", "page", "kv"),
+        lambda c: c.map != "example" or (c.page == 64 and c.kv == (128,)),
+        "map:example is the page table (41, 7): it needs page:64 and kv:128",
+    ),
+    Constraint(
+        "blocks are sets",
+        ("kind", "block"),
+        lambda c: c.kind == "set" or c.block == 1,
+        "lists of blocks carry sets only",
+    ),
+    Constraint(
+        "a sequence repeats nothing",
+        ("kind", "pattern"),
+        lambda c: c.kind != "sequence" or not _repeats(c.pattern),
+        "a sequence has no duplicates, and no window or sinks are added to it",
+    ),
+    Constraint(
+        "an own token to attend",
+        ("empty", "kv", "q"),
+        lambda c: c.empty != "force_self" or _own_token_committed(c),
+        "each query's own token must be committed: no more queries than keys in any request",
+    ),
+    Constraint(
+        "a sink token to attend",
+        ("empty", "kv"),
+        lambda c: c.empty != "force_sink_token" or _sink_token_committed(c),
+        "a request with queries needs a token 0",
+    ),
+    Constraint(
+        "pairs of channels",
+        ("pos", "dim"),
+        lambda c: not c.pos.startswith("rope") or c.dim % (4 if c.pos == "rope-interleaved" else 2) == 0,
+        "RoPE turns pairs of channels: dim must be even, for rope-interleaved (half of the channels) a multiple of 4",
+    ),
+    Constraint(
+        "equal before and after turning",
+        ("pos", "values"),
+        lambda c: not c.pos.startswith("rope") or c.values not in ("equal", "shifted"),
+        "RoPE turns equal keys apart, and the channel that shifts logits",
+    ),
+    Constraint(
+        "shifted far from a cap",
+        ("cap", "values"),
+        lambda c: not c.cap or c.values != "shifted",
+        "a soft cap undoes the shift of the logits",
+    ),
+    Constraint(
+        "shifted far from a sink",
+        ("sink", "values"),
+        lambda c: c.sink == "off" or c.values != "shifted",
+        "the sink would have all the mass",
+    ),
+)
