@@ -88,6 +88,19 @@ class Located(msgspec.Struct, tag="located"):
     gradients: str = ""
 
 
+class Ask(msgspec.Struct, tag="ask"):
+    """Say what `support` declares for these cells."""
+
+    cells: list[str]
+
+
+class Stated(msgspec.Struct, tag="stated"):
+    """The declared status of each cell, in words, or why there is none."""
+
+    statuses: dict[str, str] = {}
+    error: str = ""
+
+
 class Started(msgspec.Struct, tag="started"):
     """A launch begins; it must end within `limit` seconds."""
 
@@ -102,9 +115,11 @@ class Judged(msgspec.Struct, tag="judged"):
     last: bool = False
 
 
-Message = Started | Judged | Described | Measured | Located
-_ANSWERS: dict[type, Callable[..., Described | Measured | Located]] = {
+Answer = Described | Measured | Located | Stated
+Message = Started | Judged | Answer
+_ANSWERS: dict[type, Callable[..., Answer]] = {
     Describe: Described,
+    Ask: Stated,
     Measure: Measured,
     Locate: Located,
 }
@@ -151,7 +166,7 @@ class Child:
     def serve(self, orders: BinaryIO) -> None:
         """Judge until the orders end."""
         for line in orders:
-            order = msgspec.json.decode(line, type=Order | Describe | Measure | Locate)
+            order = msgspec.json.decode(line, type=Order | Describe | Measure | Locate | Ask)
             self._launches = 0
             if not isinstance(order, Order):
                 self._send(self._answer(order))
@@ -177,9 +192,11 @@ class Child:
             self._launchers[key] = Launcher(backend, self._device, self._started)
         return self._launchers[key]
 
-    def _answer(self, order: Describe | Measure | Locate) -> Described | Measured | Located:
+    def _answer(self, order: Describe | Measure | Locate | Ask) -> Answer:
         """The answer to what is no judgement; where the backend cannot give one, why."""
         try:
+            if isinstance(order, Ask):
+                return self._state(order)
             if isinstance(order, Measure):
                 return self._measure(order)
             return self._locate(order) if isinstance(order, Locate) else self._describe()
@@ -195,6 +212,12 @@ class Child:
         backend = self._launcher({}).backend
         members = [name for name in OPTIONAL_MEMBERS if hasattr(backend.adapter, name)]
         return Described(conventions.described(backend.capabilities), members)
+
+    def _state(self, order: Ask) -> Stated:
+        launcher = self._launcher({})
+        capabilities = launcher.backend.capabilities
+        specs = {cell: conventions.problem_for(parse(cell), 0, capabilities).spec for cell in order.cells}
+        return Stated({cell: str(launcher.support(spec)) for cell, spec in specs.items()})
 
     def _measure(self, order: Measure) -> Measured:
         launcher, cell = self._launcher({}), parse(order.cell)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, TypeVar
 
@@ -23,7 +23,7 @@ import msgspec
 from sacts.reports.records import Record, Verdict
 
 if TYPE_CHECKING:
-    from .child import Describe, Described, Locate, Located, Measure, Measured, Order
+    from .child import Ask, Describe, Described, Locate, Located, Measure, Measured, Order, Stated
 
 Reply = TypeVar("Reply")
 
@@ -76,6 +76,13 @@ class Worker:
         answer = self._ask(Describe(), Described)
         return Described(error=answer.sentence) if isinstance(answer, Record) else answer
 
+    def statuses(self, cells: Sequence[str]) -> Stated:
+        """What `support` declares for these cells."""
+        from .child import Ask, Stated
+
+        answer = self._ask(Ask(list(cells)), Stated)
+        return Stated(error=answer.sentence) if isinstance(answer, Record) else answer
+
     def measure(self, cell: str, replicate: int = 0, repeats: int = 0) -> Measured:
         """How far results of one cell vary in this process; `repeats` 0: only a digest of each output."""
         from .child import Measure, Measured
@@ -90,7 +97,7 @@ class Worker:
         answer = self._ask(Locate(cell, replicate, budget), Located)
         return Located(error=answer.sentence) if isinstance(answer, Record) else answer
 
-    def _ask(self, order: Order | Describe | Measure | Locate, reply: type[Reply]) -> Reply | Record:
+    def _ask(self, order: Order | Describe | Measure | Locate | Ask, reply: type[Reply]) -> Reply | Record:
         """The child's answer, or the record of its loss."""
         from .child import Message, Started
 
@@ -108,7 +115,7 @@ class Worker:
             assert isinstance(message, reply)
             return message
 
-    def _send(self, order: Order | Describe | Measure | Locate) -> None:
+    def _send(self, order: Order | Describe | Measure | Locate | Ask) -> None:
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None

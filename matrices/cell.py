@@ -81,14 +81,18 @@ def _text(value: object, separator: str) -> str:
     return separator.join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def value_text(cell: Cell, axis: str) -> str:
+    """The value of one axis as an id writes it."""
+    return _text(getattr(cell, axis), _LISTS.get(axis, ""))
+
+
 def _part(cell: Cell, axis: Axis) -> str:
-    value = getattr(cell, axis.name)
-    return "" if value == axis.default else f"{axis.name}:{_text(value, _LISTS.get(axis.name, ''))}"
+    return "" if getattr(cell, axis.name) == axis.default else f"{axis.name}:{value_text(cell, axis.name)}"
 
 
 def _broken(cell: Cell, constraint: Constraint) -> str:
     """The values that exclude each other, and why."""
-    values = {name: _text(getattr(cell, name), _LISTS.get(name, "")) for name in constraint.axes}
+    values = {name: value_text(cell, name) for name in constraint.axes}
     seen = " and ".join(f"{name}:{value}" for name, value in values.items() if value)
     return f"{seen} exclude each other: {constraint.because}" if seen else constraint.because
 
@@ -104,7 +108,7 @@ def axis_values(text: str) -> dict[str, str]:
         cell = parse(text)
     except CellError:
         return {}
-    return {axis.name: _text(getattr(cell, axis.name), _LISTS.get(axis.name, "")) or "-" for axis in AXES}
+    return {axis.name: value_text(cell, axis.name) or "-" for axis in AXES}
 
 
 def parse(text: str) -> Cell:

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from sacts.matrices import shards, tiers
+from sacts.matrices import filters, shards, tiers
 from sacts.matrices.cell import Cell, CellError, parse
 from sacts.reports import records
 from sacts.reports.shards import MergeError, read_durations
@@ -55,6 +55,9 @@ CellIds = Annotated[
     list[str] | None,
     typer.Argument(help="Cell ids; default: the whole tier.", show_default=False, autocompletion=_cell_ids),
 ]
+Where = Annotated[
+    str, typer.Option("--where", help="Only cells whose axes match: 'phase=decode and (splits>1 or dtype=bf16)'.")
+]
 ShardOf = Annotated[
     str, typer.Option("--shard", metavar="I/N", help="Part I of N of the tier; join with sacts report merge.")
 ]
@@ -69,6 +72,15 @@ def usage(message: object) -> NoReturn:
     """Say what was wrong and exit 2."""
     err.print(f"sacts: {message}", style="bold red", markup=False, highlight=False)
     raise typer.Exit(records.EXIT_USAGE)
+
+
+def where_of(cells: list[Cell], text: str) -> list[Cell]:
+    """The cells that a filter lets through, or a usage error."""
+    try:
+        keep = filters.parse(text)
+    except filters.FilterError as error:
+        usage(error)
+    return [cell for cell in cells if keep(cell)]
 
 
 def shard_of(text: str) -> shards.Shard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from enum import StrEnum
 from typing import Annotated
 
@@ -10,20 +11,112 @@ import typer
 
 from sacts.matrices import shards
 from sacts.matrices.axes import AXES, MEANINGS
+from sacts.matrices.cell import value_text
+from sacts.reports import records
 
-from .common import AsJson, DurationsOf, Tier, cells_of, durations_of, tier_path
+from ..worker import Worker
+from .common import (
+    AsJson,
+    DurationsOf,
+    Tier,
+    Where,
+    adapter_names,
+    cell_of,
+    cells_of,
+    check_adapters,
+    durations_of,
+    err,
+    tier_path,
+    where_of,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Look at the matrix: which cells exist, and in which tier.")
 
 
 @app.command("list")
-def list_cells(tier: Tier = "smoke", as_json: AsJson = False) -> None:
-    """Print the cell ids of a tier, one a line.
+def list_cells(tier: Tier = "smoke", where: Where = "", as_json: AsJson = False) -> None:
+    """Print the cell ids of a tier, one a line: what a .cells file holds.
 
-    [bold]sacts matrix list | grep splits[/]
+    [bold]sacts matrix list --where "phase=decode and splits>1" > mine.cells[/]
     """
-    ids = [cell.id for cell in cells_of(tier_path(tier))]
+    ids = [cell.id for cell in where_of(cells_of(tier_path(tier)), where)]
     print(json.dumps(ids, indent=1) if as_json else "\n".join(ids))
+
+
+@app.command()
+def show(cell: Annotated[str, typer.Argument(help="A cell id.")], as_json: AsJson = False) -> None:
+    """Print what a cell is: the value of each axis, and what it means.
+
+    [bold]sacts matrix show decode/fp16/kv:90+50/pattern:duplicates[/]
+    """
+    found = cell_of(cell)
+    values = {axis.name: value_text(found, axis.name) for axis in AXES}
+    if as_json:
+        print(json.dumps(values, indent=1))
+        return
+    for axis in AXES:
+        value = values[axis.name]
+        default = " (default)" if getattr(found, axis.name) == axis.default else ""
+        print(f"{axis.name} {value or '-'}{default}: {MEANINGS.get(axis.name, {}).get(value, axis.sentence)}")
+
+
+@app.command()
+def count(tier: Tier = "smoke", where: Where = "") -> None:
+    """Print how many cells a tier has, by value of each axis that varies.
+
+    [bold]sacts matrix count --where dtype=bf16[/]
+    """
+    cells = where_of(cells_of(tier_path(tier)), where)
+    print(f"{len(cells)} cells")
+    for axis in AXES:
+        times = Counter(value_text(cell, axis.name) for cell in cells)
+        if len(times) > 1:
+            print(f"{axis.name}: " + ", ".join(f"{value or '-'} {n}" for value, n in times.most_common()))
+
+
+@app.command()
+def diff(
+    old: Annotated[str, typer.Argument(help="A tier by name, or a .cells file.")],
+    new: Annotated[str, typer.Argument(help="Another.")],
+) -> None:
+    """Print the cells that only one of two tiers has, - of the old and + of the new. Exits 1 where they differ.
+
+    [bold]sacts matrix diff old.cells smoke[/]
+    """
+    before, after = ([cell.id for cell in cells_of(tier_path(tier))] for tier in (old, new))
+    lines = [f"- {cell}" for cell in before if cell not in set(after)]
+    lines += [f"+ {cell}" for cell in after if cell not in set(before)]
+    print("\n".join(lines) if lines else "the same cells")
+    raise typer.Exit(records.EXIT_FAILURES if lines else records.EXIT_ACCEPTED)
+
+
+@app.command()
+def status(
+    adapter: Annotated[
+        str, typer.Option("--adapter", "-a", help="Whose status.", autocompletion=adapter_names)
+    ] = "triton",
+    tier: Tier = "smoke",
+    where: Where = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print what an adapter declares for each cell of a tier: native, fallback(reason) or refused(reason). Nothing is
+    run; sacts run holds it to that.
+
+    [bold]sacts matrix status -a my_kernel.py -t terms[/]
+    """
+    check_adapters([adapter])
+    cells = [cell.id for cell in where_of(cells_of(tier_path(tier)), where)]
+    with Worker(adapter) as worker:
+        stated = worker.statuses(cells)
+    if stated.error:
+        err.print(stated.error, style="bold red", markup=False, highlight=False)
+        raise typer.Exit(records.EXIT_INCOMPLETE)
+    if as_json:
+        print(json.dumps(stated.statuses, indent=1))
+        return
+    for said, times in Counter(stated.statuses.values()).most_common():
+        print(f"{times} {said}")
+    print("\n".join(f"{said:30} {cell}" for cell, said in stated.statuses.items()))
 
 
 class Form(StrEnum):

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from sacts.matrices import shards
-from sacts.matrices.cell import axis_values
+from sacts.matrices.cell import Cell, axis_values
 from sacts.reports import records
 
 from .common import (
@@ -23,6 +23,7 @@ from .common import (
     Processes,
     ShardOf,
     Tier,
+    Where,
     adapter_names,
     cell_of,
     cells_of,
@@ -35,6 +36,7 @@ from .common import (
     shard_of,
     tier_path,
     usage,
+    where_of,
 )
 
 DEFAULT_ADAPTERS = ["triton", "sdpa"]
@@ -42,18 +44,15 @@ DEFAULT_ADAPTERS = ["triton", "sdpa"]
 
 @contextmanager
 def _tier_of(
-    ids: list[str], path: Path, part: shards.Shard, seconds: dict[str, float]
+    ids: list[str], path: Path, whole: list[Cell], part: shards.Shard, seconds: dict[str, float]
 ) -> Iterator[tuple[Path, str, int]]:
-    """A tier file with just these cells (any cell of the matrix), or with those of a shard; the expression that selects
-    replicates, and their number.
+    """A tier file with just these cells (any cell of the matrix), or with a shard of the `whole`; the expression that
+    selects replicates, and their number.
     """
     if not ids:
-        if part == shards.WHOLE:
-            yield path, "", 1
-            return
-        mine = shards.parts(cells_of(path), part.count, seconds)[part.index - 1]
+        mine = shards.parts(whole, part.count, seconds)[part.index - 1]
         if not mine:
-            usage(f"shard {part} of {path.stem} is empty: it has {len(cells_of(path))} cells")
+            usage(f"shard {part} of {path.stem} is empty: it has {len(whole)} cells")
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / path.name
             file.write_text("\n".join(cell.id for cell in mine) + "\n", encoding="utf-8")
@@ -91,6 +90,7 @@ def run(
     tier: Tier = "smoke",
     device: Device = "cpu",
     expression: Expression = "",
+    where: Where = "",
     processes: Processes = None,
     replicates: Annotated[int, typer.Option(min=1, help="Draw each cell's data this many times.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one launch.")] = 30.0,
@@ -121,8 +121,13 @@ def run(
     check_device(device)
     part = shard_of(shard)
     if part != shards.WHOLE and (cells or expression):
-        usage("--shard cuts a whole tier: leave cells and -k away, or write the cells that you mean into a .cells file")
-    with _tier_of(cells or [], tier_path(tier), part, durations_of(durations)) as (path, chosen, needed):
+        usage("--shard cuts a whole tier: leave cells and -k away and say --where, or name a .cells file with --tier")
+    if cells and where:
+        usage("--where narrows a tier: leave it away where cells are named")
+    whole = where_of(cells_of(tier_path(tier)), where)
+    if not whole:
+        usage(f"no cell of {tier_path(tier).name} matches --where {where!r}; see sacts matrix count")
+    with _tier_of(cells or [], tier_path(tier), whole, part, durations_of(durations)) as (path, chosen, needed):
         mine = [cell.id for cell in cells_of(path)]
         both = f"({chosen}) and ({expression})" if chosen and expression else chosen or expression
         selection = Selection(
@@ -149,7 +154,7 @@ def run(
         manifest = Manifest(
             suite=version("sacts"),
             tier=tier,
-            whole=[cell.id for cell in cells_of(tier_path(tier))],
+            whole=[cell.id for cell in whole],
             cells=mine,
             index=part.index,
             count=part.count,
