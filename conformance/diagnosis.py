@@ -19,6 +19,7 @@ from .gates import generic, intervals, witnesses
 from .gates.count import judge_count
 from .gates.determinism import judge_repeats
 from .gates.layout import changed, judge_layout, launch_poisoned
+from .gates.scale import judge_scale
 from .launch import WHOLE, Launcher, Observed
 from .probes.copies import Copy
 from .probes.inputs import dithered
@@ -30,6 +31,7 @@ GATE_OF = {
     "cliff": Gate.RESCALE,
     "stair": Gate.RESCALE,
     "comb": Gate.PAIRING,
+    "scale": Gate.SCALE,
     "random": Gate.OUT,
 }
 REPEATS = 3  # of a launch whose bits may vary
@@ -157,12 +159,15 @@ class _Clean:
         """Each gate's finding, lazily, in the order of blame."""
         yield from (self.count(n) for n in self._carrying("count"))
         yield self._judged(witnesses.judge_address)
+        yield judge_scale(self.copies, self.observed)
         yield from self.layout()
         yield from (self.lse(n) for n in self._in_turn("count", "random"))
         for judge in (witnesses.judge_mass, witnesses.judge_rescale, witnesses.judge_pairing):
             yield self._judged(judge)
         yield from (self.out(n) for n in self._carrying("random"))
         yield self._judged(witnesses.judge_selected)
+        yield judge_scale(self.copies, self.observed, explained=False)
+        yield from (self.count(n, whatever=True) for n in self._carrying("count"))
 
     def _carrying(self, probe: str) -> list[int]:
         return [n for n, copy in enumerate(self.copies) if probe in copy.judged]
@@ -175,9 +180,14 @@ class _Clean:
     def _judged(self, judge: Callable[[Sequence[Copy], Sequence[Observed]], Finding | None]) -> Finding | None:
         return judge(self.copies, self.observed)
 
-    def count(self, n: int) -> Finding | None:
-        """Gate count."""
+    def count(self, n: int, *, whatever: bool = False) -> Finding | None:
+        """Gate count. Of V in codes, rows whose lse is right count right: their out is left to gate scale, unless
+        `whatever`.
+        """
         copy = self.copies[n]
+        counted = intervals.largest(intervals.lse_use(copy.expected, self.observed[n])) <= 1
+        if copy.problem.v_scales and not whatever and self.observed[n].lse is not None and counted:
+            return None
         hints, codes = copy.problem.hints, ~dithered(copy.problem)
         values = copy.problem, copy.inputs, copy.expected
         return judge_count(self.launcher, *values, self.observed[n], hints, codes)
@@ -234,7 +244,7 @@ class _Together(_Clean):
             self._by_hints[hints] = self.batch.cut(whole)
         return self._by_hints[hints][n]
 
-    def count(self, n: int) -> Finding | None:
+    def count(self, n: int, *, whatever: bool = False) -> Finding | None:
         """Gate count, decoded among all: its row is named by its place in the launch."""
         copy, problem = self.copies[n], self.batch.problem
         if use_of(copy, self.observed[n]) <= 1:
