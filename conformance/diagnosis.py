@@ -18,6 +18,7 @@ from .build import Problem
 from .gates import generic, intervals, witnesses
 from .gates.count import judge_count
 from .gates.determinism import judge_repeats
+from .gates.dropout import judge_dropout
 from .gates.layout import changed, judge_layout, launch_poisoned
 from .gates.scale import judge_scale
 from .launch import WHOLE, Launcher, Observed
@@ -31,6 +32,7 @@ GATE_OF = {
     "cliff": Gate.RESCALE,
     "stair": Gate.RESCALE,
     "comb": Gate.PAIRING,
+    "dropout": Gate.DROPOUT,
     "scale": Gate.SCALE,
     "random": Gate.OUT,
 }
@@ -157,6 +159,7 @@ class _Clean:
 
     def findings(self) -> Iterator[Finding | None]:
         """Each gate's finding, lazily, in the order of blame."""
+        yield self._judged(judge_dropout)
         yield from (self.count(n) for n in self._carrying("count"))
         yield self._judged(witnesses.judge_address)
         yield judge_scale(self.copies, self.observed)
@@ -167,6 +170,7 @@ class _Clean:
         yield from (self.out(n) for n in self._carrying("random"))
         yield self._judged(witnesses.judge_selected)
         yield judge_scale(self.copies, self.observed, explained=False)
+        yield judge_dropout(self.copies, self.observed, explained=False)
         yield from (self.count(n, whatever=True) for n in self._carrying("count"))
 
     def _carrying(self, probe: str) -> list[int]:
@@ -217,7 +221,7 @@ class _Clean:
 
     def blame_merge(self, finding: Finding) -> Finding:
         """Requirement: splits merge un-normalised states. What fails with several splits and not with one is the
-        merge's fault.
+        merge's fault, but for a keep mask that is drawn by the place in a split.
         """
         hints = self.copies[0].problem.hints
         if hints.num_splits == 1 or finding.gate is Gate.LAYOUT:
@@ -226,7 +230,8 @@ class _Clean:
         if any(use_of(copy, self.launch(n, single)) > 1 for n, copy in enumerate(self.copies)):
             return finding
         sentence = f"right with 1 split, wrong with {hints.num_splits}: {finding.sentence}"
-        return Finding(Gate.MERGE, finding.place, sentence, use=finding.use)
+        gate = Gate.DROPOUT if finding.gate is Gate.DROPOUT else Gate.MERGE
+        return Finding(gate, finding.place, sentence, use=finding.use)
 
 
 class _Together(_Clean):
