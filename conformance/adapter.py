@@ -28,7 +28,9 @@ class Case:
 
     `out`, `lse` and `workspace` are buffers that the backend may write into; they stand between guard zones.
     `kv_cache` is the one tensor that holds K and V where the backend declares `packed_kv`, None otherwise.
-    `gradients` are the buffers that `backward` may write into; None in the forward call.
+    `gradients` are the buffers that `backward` may write into; None in the forward call. Where the spec has a codec,
+    the cache holds codes, and `k_scales`, `v_scales` (and `k_zeros`, `v_zeros` where it is asymmetric) what decodes
+    them, (code - zero) * scale; None without.
     """
 
     spec: AttentionSpec
@@ -46,6 +48,10 @@ class Case:
     workspace: torch.Tensor
     kv_cache: torch.Tensor | None = None
     gradients: Gradients | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+    k_zeros: torch.Tensor | None = None
+    v_zeros: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from sacts.reference.paging import PagedCache, PageTable
 from sacts.reference.spec import AttentionSpec
 
 from .build import Problem
+from .codes import Scales, joined
 from .launch import Observed
 
 Ints = NDArray[np.int64]
@@ -56,7 +57,17 @@ def join(problems: Sequence[Problem]) -> Problem:
         pages=pages,
         slot_request=slot_request,
         slot_token=slot_token,
+        k_scales=_joined_scales([problem.k_scales for problem in problems], problems, shifts, pages),
+        v_scales=_joined_scales([problem.v_scales for problem in problems], problems, shifts, pages),
     )
+
+
+def _joined_scales(
+    parts: Sequence[Scales | None], problems: Sequence[Problem], shifts: Sequence[int], pages: Ints
+) -> Scales | None:
+    live = [np.searchsorted(pages, _moved(p, p.pages, shift)) for p, shift in zip(problems, shifts, strict=True)]
+    coded = [(scales, places) for scales, places in zip(parts, live, strict=True) if scales]
+    return joined(coded, len(pages)) if coded else None
 
 
 def join_inputs(whole: Problem, parts: Sequence[tuple[Problem, Inputs]]) -> Inputs:

@@ -20,6 +20,7 @@ from sacts.reference.paging import PagedCache, PageTable
 from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, Hints
 
 from .adapter import PADDING
+from .codes import Scales, scales_of
 from .draw import Array, Draw, Ints
 from .terms import terms_of
 
@@ -32,7 +33,8 @@ EXAMPLE_TOKENS, EXAMPLE_PAGES = (1, 2, 63, 64, 65, 127), (41, 7)
 class Problem:
     """A spec with its candidates and paging. `pages` [L]: the physical pages that hold data, sorted: those of the
     requests and decoys that none owns. A slot is (live page index, offset); `slot_request` [L, page_size] is its
-    owner or -1, `slot_token` its logical position there.
+    owner or -1, `slot_token` its logical position there. `k_scales`, `v_scales`: of K and V in codes, None where they
+    are stored as they are.
     """
 
     cell: Cell
@@ -45,6 +47,8 @@ class Problem:
     pages: Ints
     slot_request: Ints
     slot_token: Ints
+    k_scales: Scales | None = None
+    v_scales: Scales | None = None
 
     def draw(self, *purpose: object) -> Draw:
         """The stream of this problem for one purpose."""
@@ -71,7 +75,10 @@ class Problem:
         return position
 
     def inputs(self, q: Array, k: Array, v: Array) -> Inputs:
-        """Values for this problem: q [tokens, heads, d], k and v [L, page_size, num_kv_heads, d]."""
+        """Values for this problem: q [tokens, heads, d], k and v [L, page_size, num_kv_heads, d], each brought to the
+        nearest value that its codes can stand for where it is stored in codes.
+        """
+        k, v = (x if scales is None else scales.on_grid(x) for scales, x in ((self.k_scales, k), (self.v_scales, v)))
         return Inputs(q, PagedCache(self.pages, k), PagedCache(self.pages, v))
 
 
@@ -148,6 +155,10 @@ def _assembled(
             live = np.searchsorted(pages, table.table[request, page])
             slot_request[live] = request
             slot_token[live] = page * spec.page_size + np.arange(spec.page_size)
+    scales = {}
+    if spec.k_codec or spec.v_codec:
+        where = pages, slot_request, slot_token, (cell.id, replicate, "scales")
+        scales = {f"{name}_scales": scales_of(spec, name, *where) for name in ("k", "v")}
     return Problem(
         cell=cell,
         replicate=replicate,
@@ -159,6 +170,7 @@ def _assembled(
         pages=pages,
         slot_request=slot_request,
         slot_token=slot_token,
+        **scales,
     )
 
 

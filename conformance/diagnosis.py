@@ -18,7 +18,9 @@ from .build import Problem
 from .gates import generic, intervals, witnesses
 from .gates.count import judge_count
 from .gates.determinism import judge_repeats
+from .gates.dropout import judge_dropout
 from .gates.layout import changed, judge_layout, launch_poisoned
+from .gates.scale import judge_scale
 from .launch import WHOLE, Launcher, Observed
 from .probes.copies import Copy
 from .probes.inputs import dithered
@@ -30,6 +32,8 @@ GATE_OF = {
     "cliff": Gate.RESCALE,
     "stair": Gate.RESCALE,
     "comb": Gate.PAIRING,
+    "dropout": Gate.DROPOUT,
+    "scale": Gate.SCALE,
     "random": Gate.OUT,
 }
 REPEATS = 3  # of a launch whose bits may vary
@@ -155,14 +159,19 @@ class _Clean:
 
     def findings(self) -> Iterator[Finding | None]:
         """Each gate's finding, lazily, in the order of blame."""
+        yield self._judged(judge_dropout)
         yield from (self.count(n) for n in self._carrying("count"))
         yield self._judged(witnesses.judge_address)
+        yield judge_scale(self.copies, self.observed)
         yield from self.layout()
         yield from (self.lse(n) for n in self._in_turn("count", "random"))
         for judge in (witnesses.judge_mass, witnesses.judge_rescale, witnesses.judge_pairing):
             yield self._judged(judge)
         yield from (self.out(n) for n in self._carrying("random"))
         yield self._judged(witnesses.judge_selected)
+        yield judge_scale(self.copies, self.observed, explained=False)
+        yield judge_dropout(self.copies, self.observed, explained=False)
+        yield from (self.count(n, whatever=True) for n in self._carrying("count"))
 
     def _carrying(self, probe: str) -> list[int]:
         return [n for n, copy in enumerate(self.copies) if probe in copy.judged]
@@ -175,9 +184,14 @@ class _Clean:
     def _judged(self, judge: Callable[[Sequence[Copy], Sequence[Observed]], Finding | None]) -> Finding | None:
         return judge(self.copies, self.observed)
 
-    def count(self, n: int) -> Finding | None:
-        """Gate count."""
+    def count(self, n: int, *, whatever: bool = False) -> Finding | None:
+        """Gate count. Of V in codes, rows whose lse is right count right: their out is left to gate scale, unless
+        `whatever`.
+        """
         copy = self.copies[n]
+        counted = intervals.largest(intervals.lse_use(copy.expected, self.observed[n])) <= 1
+        if copy.problem.v_scales and not whatever and self.observed[n].lse is not None and counted:
+            return None
         hints, codes = copy.problem.hints, ~dithered(copy.problem)
         values = copy.problem, copy.inputs, copy.expected
         return judge_count(self.launcher, *values, self.observed[n], hints, codes)
@@ -207,7 +221,7 @@ class _Clean:
 
     def blame_merge(self, finding: Finding) -> Finding:
         """Requirement: splits merge un-normalised states. What fails with several splits and not with one is the
-        merge's fault.
+        merge's fault, but for a keep mask that is drawn by the place in a split.
         """
         hints = self.copies[0].problem.hints
         if hints.num_splits == 1 or finding.gate is Gate.LAYOUT:
@@ -216,7 +230,8 @@ class _Clean:
         if any(use_of(copy, self.launch(n, single)) > 1 for n, copy in enumerate(self.copies)):
             return finding
         sentence = f"right with 1 split, wrong with {hints.num_splits}: {finding.sentence}"
-        return Finding(Gate.MERGE, finding.place, sentence, use=finding.use)
+        gate = Gate.DROPOUT if finding.gate is Gate.DROPOUT else Gate.MERGE
+        return Finding(gate, finding.place, sentence, use=finding.use)
 
 
 class _Together(_Clean):
@@ -234,7 +249,7 @@ class _Together(_Clean):
             self._by_hints[hints] = self.batch.cut(whole)
         return self._by_hints[hints][n]
 
-    def count(self, n: int) -> Finding | None:
+    def count(self, n: int, *, whatever: bool = False) -> Finding | None:
         """Gate count, decoded among all: its row is named by its place in the launch."""
         copy, problem = self.copies[n], self.batch.problem
         if use_of(copy, self.observed[n]) <= 1:

@@ -19,6 +19,7 @@ from sacts.reports.records import Finding, Gate
 from . import conventions, tensors
 from .adapter import Backend, Case, KVLayout, LseBase, Outputs, Refused, Support
 from .build import Problem
+from .codes import Scales
 
 Array = NDArray[np.float64]
 T = TypeVar("T")
@@ -54,12 +55,14 @@ class Observed:
 @dataclass(frozen=True)
 class Surroundings:
     """What must not matter: how far the stale page-table columns are turned, what stands between the pages of a strided
-    cache, one value or several in turn, and the 32-bit words repeated in the workspace.
+    cache, one value or several in turn, the 32-bit words repeated in the workspace, and the values that stand in turn
+    for scales and zero points that no row needs (none: their own).
     """
 
     stale_shift: int = 0
     filler: float | tuple[float, ...] = STALE_VALUE
     workspace_words: tuple[int, ...] = (0xFFFFFFFF,)
+    scales: tuple[float, ...] = ()
 
 
 CLEAN = Surroundings()
@@ -158,7 +161,9 @@ class Launched(Generic[T]):
     def watched(self, case: Case, live: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the backend must not change, by name; of a cache, its live pages."""
         names = ("q", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices")
-        caches = {name: getattr(case, name)[live] for name in ("k_cache", "v_cache")}
+        paged = ("k_cache", "v_cache", "k_scales", "v_scales", "k_zeros", "v_zeros")
+        given = {name: each for name in paged if (each := getattr(case, name)) is not None}
+        caches = {name: tensors.taken(each, live) for name, each in given.items()}
         return {name: getattr(case, name) for name in names} | caches
 
     def returns_own(self, result: Any) -> bool:
@@ -223,16 +228,10 @@ class Launched(Generic[T]):
         device, capabilities = self.device, self.backend.capabilities
         spec = conventions.spec_for(self.problem.spec, capabilities)
         lists = conventions.lists_for(self.problem, capabilities)
-        pool = tensors.pool(
-            self.inputs.k.data,
-            self.inputs.v.data,
-            self.problem.pages,
-            self.problem.table.num_pages,
-            spec.dtype,
-            device,
-            self._form(),
-            self.surroundings.filler,
-        )
+        filler = self.surroundings.filler
+        k, v = (self._held(name, filler) for name in ("k", "v"))
+        where = self.problem.pages, self.problem.table.num_pages, device, self._form()
+        pool = tensors.pool_of(k, v, *where)
         case = Case(
             spec=spec,
             hints=self.hints,
@@ -249,7 +248,30 @@ class Launched(Generic[T]):
             lse=self._lse.inner,
             workspace=torch.empty(0, dtype=torch.uint8, device=device),
         )
-        return case, pool.live
+        scales: dict[str, Any] = {
+            name: tensors.paged(tensors.held_scales(x, filler), *where) for name, x in self._scales()
+        }
+        return replace(case, **scales), pool.live
+
+    def _held(self, name: str, filler: float | tuple[float, ...]) -> tensors.Held:
+        """What the cache of "k" or "v" holds: values, or the codes that stand for them."""
+        values = getattr(self.inputs, name).data
+        scales: Scales | None = getattr(self.problem, f"{name}_scales")
+        if scales is None:
+            return tensors.held(values, self.problem.spec.dtype, filler)
+        return tensors.held_codes(scales.codes(values, self.problem.needed), scales.codec, filler)
+
+    def _scales(self) -> Iterator[tuple[str, Array]]:
+        """Scales and, of an asymmetric codec, zero points, with poison where no row attends what they belong to."""
+        for name in ("k", "v"):
+            scales: Scales | None = getattr(self.problem, f"{name}_scales")
+            if scales is not None:
+                idle = scales.idle(self.problem.needed)
+                poison = np.resize(np.asarray(self.surroundings.scales, np.float64), scales.scales.shape)
+                there = idle & bool(self.surroundings.scales)
+                yield f"{name}_scales", np.where(there, poison, scales.scales)
+                if scales.codec.asymmetric:
+                    yield f"{name}_zeros", np.where(there, poison, scales.zeros)
 
     def _form(self) -> tensors.CacheForm:
         capabilities = self.backend.capabilities

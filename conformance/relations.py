@@ -119,6 +119,8 @@ def relabelled(problem: Problem, inputs: Inputs, replicate: int) -> Variant:
         table=replace(problem.table, table=table, owned=owned),
         slot_request=problem.slot_request[moved],
         slot_token=problem.slot_token[moved],
+        k_scales=problem.k_scales and problem.k_scales.at(moved, 0),
+        v_scales=problem.v_scales and problem.v_scales.at(moved, 0),
     )
     tokens = np.arange(problem.spec.num_tokens)
     return Variant("pages at other addresses", variant, Inputs(inputs.q, *caches), problem.hints, tokens)
@@ -150,6 +152,8 @@ def heads_reversed(problem: Problem, inputs: Inputs) -> Variant:
     variant = replace(
         problem,
         raw=CandidateLists(*_rows(raw.indptr, rows, raw.indices)),
+        k_scales=problem.k_scales and problem.k_scales.at(kv_heads, 2),
+        v_scales=problem.v_scales and problem.v_scales.at(kv_heads, 2),
         candidates=ValidatedCandidates(new_indptr, indices, counts, problem.candidates.duplicates),
     )
     caches = (replace(cache, data=cache.data[:, :, kv_heads]) for cache in (inputs.k, inputs.v))

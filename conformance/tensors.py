@@ -9,12 +9,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sacts.reference.spec import DType
+from sacts.reference.codecs import pack
+from sacts.reference.spec import Codec, CodecFormat, DType
 
 Array = NDArray[np.float64]
 
 TORCH = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
+STORED = {
+    CodecFormat.INT8: torch.int8,
+    CodecFormat.INT4: torch.uint8,  # two to a byte along the last dimension, the first in the low nibble
+    CodecFormat.FP8_E4M3FN: torch.float8_e4m3fn,
+    CodecFormat.FP8_E5M2: torch.float8_e5m2,
+}
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.uint8: torch.uint8}
+_BITS |= dict.fromkeys(STORED.values(), torch.uint8)
 _NUMPY_BITS = {torch.int16: np.int16, torch.int32: np.int32, torch.uint8: np.uint8}
 # A NaN that no arithmetic produces: an output element that still holds it was never written.
 _UNWRITTEN = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA, torch.float32: 0x7FDADADA, torch.uint8: 0xFF}
@@ -68,6 +76,38 @@ class Pool:
     live: torch.Tensor
 
 
+Codes = NDArray[np.uint8]
+Filler = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the pages of a cache hold, as a tensor [L, page_size, heads, d], and the filler of the same dtype."""
+
+    data: torch.Tensor
+    filler: torch.Tensor
+
+
+def held(values: Array, dtype: DType, filler: Filler) -> Held:
+    """Values that are stored as they are."""
+    return Held(*(to_torch(np.ascontiguousarray(x), dtype, "cpu") for x in (values, np.atleast_1d(filler))))
+
+
+def held_codes(codes: Codes, codec: Codec, filler: Filler) -> Held:
+    """Codes [L, page_size, heads, d], in the form in which a cache holds them. The filler is of the format's own worst
+    codes, whatever its values: the largest, the least, and all bits.
+    """
+    stored = STORED[codec.format]
+    packed = torch.from_numpy(np.ascontiguousarray(pack(codes, codec, -1)))
+    worst = torch.tensor([0x7F, 0x80, 0xFF, 0x77], dtype=torch.uint8).roll(np.size(filler))
+    return Held(packed.view(stored), worst.view(stored))
+
+
+def held_scales(scales: Array, filler: Filler) -> Held:
+    """Scales or zero points, FP32."""
+    return Held(*(torch.from_numpy(np.array(x, np.float32, ndmin=1)) for x in (scales, filler)))
+
+
 def pool(
     k: Array,
     v: Array,
@@ -76,39 +116,74 @@ def pool(
     dtype: DType,
     device: str,
     form: CacheForm,
-    filler: float | tuple[float, ...],
+    filler: Filler,
 ) -> Pool:
-    """Caches whose `pages` hold k and v [L, page_size, heads, d]; what lies between the pages of a view is `filler`,
-    one value or several in turn.
+    """The pool of caches that are stored as they are, k and v [L, page_size, heads, d]: see `pool_of`."""
+    return pool_of(held(k, dtype, filler), held(v, dtype, filler), pages, num_pages, device, form)
 
-    The rest of a large pool is never touched, so it costs address space only. `packed` needs k and v of one shape.
+
+def pool_of(k: Held, v: Held, pages: NDArray[np.int64], num_pages: int, device: str, form: CacheForm) -> Pool:
+    """Caches whose `pages` hold k and v; what lies between the pages of a view is the filler, value after value.
+
+    The rest of a large pool is never touched, so it costs address space only. `packed` needs k and v of one shape and
+    stored alike; others stay two tensors.
     """
     live = torch.from_numpy(pages).to(device)
-    k, v = (np.swapaxes(x, 1, 2) if form.hnd else x for x in (k, v))
     both = None
-    if form.packed:
-        both = _pages(num_pages, (2, *k.shape[1:]), dtype, device, form.strides, filler)
+    if form.packed and k.data.dtype == v.data.dtype and k.data.shape == v.data.shape:
+        page = _page_of(k, form)
+        both = _pages(num_pages, (2, *page), k, device, form.strides)
         caches = both[:, 0], both[:, 1]
     else:
-        k_pages, v_pages = (_pages(num_pages, x.shape[1:], dtype, device, form.strides, filler) for x in (k, v))
+        k_pages, v_pages = (_pages(num_pages, _page_of(x, form), x, device, form.strides) for x in (k, v))
         caches = k_pages, v_pages
-    for cache, data in zip(caches, (k, v), strict=True):
-        cache[live] = to_torch(np.ascontiguousarray(data), dtype, device)
+    for cache, each in zip(caches, (k, v), strict=True):
+        _put(cache, live, each, form)
     return Pool(caches[0], caches[1], both, live)
 
 
-def _pages(
-    num_pages: int, page: tuple[int, ...], dtype: DType, device: str, strides: str, filler: float | tuple[float, ...]
-) -> torch.Tensor:
+def paged(data: Held, pages: NDArray[np.int64], num_pages: int, device: str, form: CacheForm) -> torch.Tensor:
+    """What belongs to the pages of a pool, one element or more each, [num_pages, ...]; or to all pages: [1, ...]."""
+    if len(data.data) == 1:
+        return (data.data.swapaxes(1, 2) if form.hnd else data.data).contiguous().to(device)
+    whole = _pages(num_pages, _page_of(data, form), data, device, form.strides)
+    _put(whole, torch.from_numpy(pages).to(device), data, form)
+    return whole
+
+
+def taken(whole: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """The live pages of what belongs to pages; all of what belongs to all."""
+    return whole if len(whole) == 1 and len(live) > 1 else _as_bits(whole)[live]
+
+
+def _page_of(data: Held, form: CacheForm) -> tuple[int, ...]:
+    tokens, heads, dim = data.data.shape[1:]
+    return (heads, tokens, dim) if form.hnd else (tokens, heads, dim)
+
+
+def _put(cache: torch.Tensor, live: torch.Tensor, data: Held, form: CacheForm) -> None:
+    values = data.data.swapaxes(1, 2) if form.hnd else data.data
+    _as_bits(cache)[live] = _as_bits(values.contiguous()).to(cache.device)
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes: torch does not index them everywhere."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
+
+
+def _pages(num_pages: int, page: tuple[int, ...], data: Held, device: str, strides: str) -> torch.Tensor:
     """Storage of `num_pages` pages, uninitialised but for the filler between the pages of a strided view."""
+    dtype = data.data.dtype
     if strides == "contiguous":
-        return torch.empty((num_pages, *page), dtype=TORCH[dtype], device=device)
+        return torch.empty((num_pages, *page), dtype=dtype, device=device)
     size = int(np.prod(page))
     if strides == "strided":
-        whole = to_torch(np.resize(np.asarray(filler, np.float64), num_pages * 2 * size + ODD_OFFSET), dtype, device)
+        length = num_pages * 2 * size + ODD_OFFSET
+        filler = _as_bits(data.filler)
+        whole = filler.repeat(-(-length // len(filler)))[:length].to(device).view(dtype)
         return whole[ODD_OFFSET:].view(num_pages, 2, *page)[:, 0]
     inner = torch.empty(page, device="meta").stride()
-    whole = torch.empty(num_pages * SPAN, dtype=TORCH[dtype], device=device)
+    whole = torch.empty(num_pages * SPAN, dtype=dtype, device=device)
     return whole.as_strided((num_pages, *page), (SPAN, *inner))
 
 

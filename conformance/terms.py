@@ -1,5 +1,5 @@
 """What the axes of a cell beyond the plain row say of its spec: position coding, soft cap, sink, dropout, candidate
-kind, empty rows, epilogue. Learned numbers are drawn for the cell, exact in FP32.
+kind, empty rows, codecs, epilogue. Learned numbers are drawn for the cell, exact in FP32.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from sacts.matrices.cell import Cell
 from sacts.reference.scores import t5_buckets
 from sacts.reference.spec import (
     CandidateKind,
+    Codec,
+    CodecFormat,
     Dropout,
     DType,
     EmptyRowRule,
@@ -21,6 +23,7 @@ from sacts.reference.spec import (
     RelativeBuckets,
     RoPE,
     RopeLayout,
+    ScaleGranularity,
 )
 
 from .draw import Array, Draw
@@ -40,6 +43,8 @@ def terms_of(cell: Cell, draw: Draw) -> dict[str, Any]:
         "candidate_kind": CandidateKind(cell.kind),
         "empty_row": EmptyRowRule(cell.empty),
         "epilogue": _epilogue(cell),
+        "k_codec": _codec(cell, cell.kcodec),
+        "v_codec": _codec(cell, cell.vcodec),
     }
 
 
@@ -66,6 +71,14 @@ def _dropout(cell: Cell, draw: Draw) -> Dropout:
     """Uids of requests that are neither their places in the batch nor in their order."""
     uids = tuple((100 + 7 * draw.permutation(len(cell.kv))).tolist())
     return Dropout(cell.dropout / 100, draw.integer(2**32, 2**63), uids)
+
+
+def _codec(cell: Cell, name: str) -> Codec | None:
+    if name == "none":
+        return None
+    stored = CodecFormat(name)
+    asymmetric = cell.zeros == "on" and stored.integer
+    return Codec(stored, ScaleGranularity(cell.scales), cell.steps == "power_of_two", asymmetric)
 
 
 def _epilogue(cell: Cell) -> Epilogue:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sacts.reference.spec import CandidateKind, CausalRule, DType, EmptyRowRule
+from sacts.reference.spec import CandidateKind, CausalRule, DType, EmptyRowRule, ScaleGranularity
 
 
 class Phase(StrEnum):
@@ -72,7 +72,30 @@ EPILOGUES = {
     "silu": "out * sigmoid(out) after the merge",
     "low_bit": "out written back as 8-bit integers of scale 1/64 after the merge",
 }
+CODECS = {
+    "none": "stored in the dtype",
+    "int8": "8-bit integers",
+    "int4": "4-bit integers, two to a byte",
+    "fp8_e4m3fn": "FP8 with 4 bits of exponent, no infinity",
+    "fp8_e5m2": "FP8 with 5 bits of exponent",
+}
+SCALES = {
+    ScaleGranularity.TENSOR.value: "one scale for all of K, one for all of V",
+    ScaleGranularity.HEAD.value: "one scale for each KV head",
+    ScaleGranularity.CHANNEL.value: "one scale for each channel of each KV head",
+    ScaleGranularity.PAGE.value: "one scale for each physical page",
+    ScaleGranularity.PAGE_HEAD.value: "one scale for each page and KV head",
+    ScaleGranularity.TOKEN_HEAD.value: "one scale for each slot and KV head",
+    ScaleGranularity.PAGE_CHANNEL.value: "one scale for each page and channel of each KV head",
+}
+STEPS = {"any": "scales are any FP32 values", "power_of_two": "scales are powers of two"}
+ZEROS = {"off": "zero points are 0", "on": "integer codecs have a zero point beside each scale"}
 MEANINGS = {
+    "kcodec": CODECS,
+    "vcodec": CODECS,
+    "scales": SCALES,
+    "steps": STEPS,
+    "zeros": ZEROS,
     "pattern": PATTERNS,
     "map": MAPS,
     "cache": CACHES,
@@ -131,5 +154,10 @@ AXES = (
     Axis("dropout", "percent of the edges that are dropped", 0, low=0, high=99, clause="DESIGN section 4, Dropout"),
     Axis("kind", "what a candidate list means", "set", tuple(KINDS), clause="DESIGN section 4, Candidates"),
     Axis("empty", "what a row without an edge yields", "zero", tuple(EMPTY_ROWS), clause="DESIGN section 4, Empty row"),
+    Axis("kcodec", "how K is stored", "none", tuple(CODECS), clause="DESIGN section 4, Quantised KV"),
+    Axis("vcodec", "how V is stored", "none", tuple(CODECS), clause="DESIGN section 4, Quantised KV"),
+    Axis("scales", "what shares one scale", "tensor", tuple(SCALES), clause="DESIGN section 4, Quantised KV"),
+    Axis("steps", "what values scales have", "any", tuple(STEPS), clause="DESIGN section 4, Quantised KV"),
+    Axis("zeros", "zero points", "off", tuple(ZEROS), clause="DESIGN section 4, Quantised KV"),
     Axis("epilogue", "what is done to out at last", "none", tuple(EPILOGUES), clause="DESIGN section 4, Epilogues"),
 )

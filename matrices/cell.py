@@ -43,6 +43,11 @@ class Cell:
     dropout: int = 0
     kind: str = "set"
     empty: str = "zero"
+    kcodec: str = "none"
+    vcodec: str = "none"
+    scales: str = "tensor"
+    steps: str = "any"
+    zeros: str = "off"
     epilogue: str = "none"
 
     def __post_init__(self) -> None:

@@ -29,6 +29,10 @@ def _repeats(pattern: str) -> bool:
     return pattern in ("duplicates", "union")
 
 
+def _coded(cell: Cell) -> bool:
+    return cell.kcodec != "none" or cell.vcodec != "none"
+
+
 def _own_token_committed(cell: Cell) -> bool:
     return all(q <= t for q, t in zip(cell.qo_lens, cell.kv, strict=True))
 
@@ -128,5 +132,35 @@ CONSTRAINTS = (
         ("sink", "values"),
         lambda c: c.sink == "off" or c.values != "shifted",
         "the sink would have all the mass",
+    ),
+    Constraint(
+        "scales of codes",
+        ("scales", "kcodec", "vcodec"),
+        lambda c: c.scales == "tensor" or _coded(c),
+        "only codes have scales",
+    ),
+    Constraint(
+        "steps of codes",
+        ("steps", "kcodec", "vcodec"),
+        lambda c: c.steps == "any" or _coded(c),
+        "only codes have scales",
+    ),
+    Constraint(
+        "zero points of integers",
+        ("zeros", "kcodec", "vcodec"),
+        lambda c: c.zeros == "off" or c.kcodec.startswith("int") or c.vcodec.startswith("int"),
+        "only integer codes have zero points",
+    ),
+    Constraint(
+        "keys that codes can hold",
+        ("kcodec", "values"),
+        lambda c: c.kcodec == "none" or c.values not in ("equal", "shifted"),
+        "another scale makes equal keys unequal, and no code reaches the shift",
+    ),
+    Constraint(
+        "memory of 8 bits",
+        ("cache", "kcodec", "vcodec"),
+        lambda c: c.cache != "span" or not _coded(c),
+        "a page stride of 2^28 elements is no fewer bytes than 32 bits count",
     ),
 )

@@ -42,8 +42,10 @@ class Gate(StrEnum):
 
     CONTRACT = "contract"
     INDEX = "index"  # of adapters that normalize: the lists that they make
+    DROPOUT = "dropout"  # the keep mask and where it acts
     COUNT = "count"
     ADDRESS = "address"  # the value at a key's address
+    SCALE = "scale"  # of quantised KV: each code with its own scale and zero point
     LAYOUT = "layout"
     LOGITS = "logits"  # of adapters that trace: logits and running maxima
     LSE = "lse"
@@ -63,6 +65,10 @@ PROVES = {
     "count": "each row attends exactly its candidates, each once: with equal logits, out is their mean code and lse is "
     "ln k",
     "select": "a row whose one key carries all the mass returns that key's value to the last bit, at page edges first",
+    "scale": "each page, head, token and channel of quantised K and V is decoded with its own scale and zero point, as "
+    "the granularity says",
+    "dropout": "the keep mask is the one that key, query, query head and request uid draw, and the denominator keeps "
+    "every edge",
     "random": "every output and lse element lies within the error that its own inputs allow",
     "dither": "the numerator weighs what the denominator counts: a relative error of 1e-5 flips a bit of out",
     "cliff": "a rise of ten octaves at a tile's edge rescales sums and accumulator alike",

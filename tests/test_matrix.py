@@ -74,15 +74,20 @@ def test_two_cells_never_share_an_id(a: Cell, b: Cell) -> None:
 
 def test_every_axis_shows_in_the_id() -> None:
     base = parse("prefill/fp16/kv:40/q:3")
+    coded = replace(base, kcodec="fp8_e5m2", vcodec="int4")
     changes: dict[str, object] = {
         "phase": "decode", "dtype": "bf16", "kv": (41,), "q": (4,), "heads": (8, 2), "dim": 128, "page": 1, "block": 2,
         "pattern": "all", "map": "high", "cache": "span", "causal": "bottom_right", "window": 0, "splits": 2,
         "tile": 16, "values": "huge", "pos": "rope", "cap": 30, "sink": "on", "dropout": 25, "kind": "multiset",
-        "empty": "force_self", "epilogue": "cast",
+        "empty": "force_self", "kcodec": "int8", "vcodec": "int8", "scales": "page", "steps": "power_of_two",
+        "zeros": "on", "epilogue": "cast",
     }  # fmt: skip
     assert list(changes) == [axis.name for axis in AXES]
     decode = Cell(str(changes.pop("phase")), "fp16", (40,))
-    changed = [replace(base, **{name: value}) for name, value in changes.items()]  # type: ignore[arg-type]
+    changed = [
+        replace(coded if name in ("scales", "steps", "zeros") else base, **{name: value})  # type: ignore[arg-type]
+        for name, value in changes.items()
+    ]
     assert len({cell.id for cell in (base, decode, *changed)}) == len(AXES) + 1
 
 

@@ -45,6 +45,9 @@ def judge_count(
         words = f"channel {channel} is {seen:.7g}, " + (
             "must be finite" if k else "but the row has no edge: out must be 0"
         )
+    elif problem.spec.v_codec:  # tomography needs one-hot V, which codes need not hold
+        low, high = (float(x[token, head, channel]) for x in (expected.out_lo, expected.out_hi))
+        words = f"channel {channel} of the mean code is {seen:.7g}, allowed {low:.7g} to {high:.7g}"
     else:
         gate, words, strip = explain_count(launcher, problem, inputs, expected, observed, (token, head), hints)
     if not words:

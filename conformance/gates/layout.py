@@ -73,11 +73,16 @@ def poisoned(inputs: Inputs, places: Poison, dtype: DType) -> Inputs:
 
 
 def surroundings(problem: Problem, launch: int) -> Surroundings:
-    """Junk of all kinds in the workspace and between pages, and other pages in stale columns."""
+    """Junk of all kinds in the workspace, between pages and in scales that no row needs, and other pages in stale
+    columns.
+    """
     kind = _kinds(problem.draw("surroundings"), TURN, launch)
     filler = np.array([np.nan, np.inf, -np.inf, FORMATS[problem.spec.dtype].max, STALE_VALUE])[kind]
     return Surroundings(
-        stale_shift=launch + 1, filler=tuple(filler.tolist()), workspace_words=tuple(_WORDS[kind].tolist())
+        stale_shift=launch + 1,
+        filler=tuple(filler.tolist()),
+        workspace_words=tuple(_WORDS[kind].tolist()),
+        scales=tuple(filler.tolist()),
     )
 
 
@@ -124,6 +129,8 @@ def _localise(launcher: Launcher, problem: Problem, inputs: Inputs, clean: Obser
         return "other junk stands in the room between the pages of a strided cache"
     if matters(none, Surroundings(stale_shift=junk.stale_shift)):
         return "other pages stand in stale columns of the page table"
+    if matters(none, Surroundings(scales=junk.scales)):
+        return "other scales stand where no row attends what they belong to"
     while len(places) > 1:
         half = len(places) // 2
         first, second = places.take(slice(half)), places.take(slice(half, None))

@@ -15,7 +15,7 @@ from sacts.reference.spec import AttentionSpec
 
 from .. import sample
 from ..build import Problem, last_query
-from . import applicability, margins
+from . import applicability, dropout, margins, scale
 from .inputs import COUNT, RANDOM, Probe, dithered
 from .rows import plain
 from .witness import Witness, suits, witness
@@ -59,6 +59,10 @@ def copies(problem: Problem, numerics: Numerics) -> list[Copy]:
     """
     rows = sample.exact_rows(problem)
     made = [_random(problem, numerics, rows), _count(problem, numerics, rows)]
+    if dropout.suits(problem):
+        made.append(_dropout(problem, numerics, rows))
+    if scale.suits(problem):
+        made.append(_scale(problem, numerics, rows))
     if suits(problem):
         for number, request in enumerate(busiest(problem)):
             made.append(_witness(problem, request, number, numerics))
@@ -111,6 +115,20 @@ def _count(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:
     if hair.any():
         margin["dither"], judged["dither"] = margins.of_dither(problem, right, hair), hair
     return Copy(problem, inputs, whole, judged, margin, rows=rows)
+
+
+def _scale(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:
+    inputs, right, whole = _judged(problem, scale.SCALE, numerics, rows)
+    some = problem if rows is None else sample.only(problem, rows)
+    margin = {"scale": scale.of_scale(some, inputs, right)}
+    return Copy(problem, inputs, whole, {"scale": _everything(problem.spec)}, margin, rows=rows)
+
+
+def _dropout(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:
+    inputs, right, whole = _judged(problem, dropout.DROPOUT, numerics, rows)
+    some = problem if rows is None else sample.only(problem, rows)
+    margin = {"dropout": dropout.of_dropout(some, inputs, right)}
+    return Copy(problem, inputs, whole, {"dropout": _everything(problem.spec)}, margin, rows=rows)
 
 
 def busiest(problem: Problem) -> list[int]:

@@ -122,7 +122,9 @@ def _dither(problem: Problem, draw: Draw, channels: int) -> Array:
 
 def _count_exactness(problem: Problem) -> Exactness:
     shifted = problem.cell.values == "shifted"
-    return Exactness(equal_logits=True, zero_logits=not shifted, exact_sums=not shifted)
+    stored = problem.spec.v_codec
+    dyadic = stored is None or stored.power_of_two
+    return Exactness(equal_logits=True, zero_logits=not shifted, exact_sums=not shifted and dyadic)
 
 
 def _paired_codes(problem: Problem, draw: Draw, shape: tuple[int, ...]) -> Array:

@@ -15,13 +15,16 @@ from ..draw import Array, Ints
 
 
 class RowWeights(NamedTuple):
-    """One output row (token, query head) and its keys in the order of the reference: t [k]; w [k]: the weight of one
-    occurrence of each; factor [k]: a / (1 - p) of dropout, else 1; v [k, d_vo]; out [d_vo]: before the epilogue.
+    """One output row (token, query head) and its keys in the order of the reference: t [k]; key [k]: what position
+    terms and dropout use; repeats [k]: how often each counts; w [k]: the weight of one occurrence; factor [k]: a / (1 -
+    p) of dropout, else 1; v [k, d_vo]; out [d_vo]: before the epilogue.
     """
 
     token: int
     qo_head: int
     t: Ints
+    key: Ints
+    repeats: Ints
     w: Array
     factor: Array
     v: Array
@@ -48,10 +51,13 @@ def row_weights(problem: Problem, inputs: Inputs, token: int | None = None) -> I
                 continue
             mine = group.edge[b, r]
             for g in range(spec.group_size) if mine.any() else ():
-                w = np.exp(group.z[b, r, g, mine] - rows.lse[b, r, g]) / group.counts[b, r, mine]
+                count = group.counts[b, r, mine]
+                w = np.exp(group.z[b, r, g, mine] - rows.lse[b, r, g]) / count
                 factor = np.ones(len(w)) if factors is None else factors[b, r, g, mine]
-                at = group.t[b, mine], w, factor, group.v[b, mine], rows.out[b, r, g]
-                yield RowWeights(row_token, int(group.qo_heads[b, g]), *at)
+                keys = group.t[b, mine], group.key_position[b, mine], count
+                yield RowWeights(
+                    row_token, int(group.qo_heads[b, g]), *keys, w, factor, group.v[b, mine], rows.out[b, r, g]
+                )
 
 
 def finished(problem: Problem, out: Array) -> Array:

@@ -12,8 +12,10 @@ from sacts.reference.spec import AttentionSpec, DType
 
 from . import backward as model
 from .arithmetic import Arithmetic
+from .dequantise import coded_caches
 from .forward import forward
 from .rows import by_token, rows_of
+from .terms import Rows
 from .trace import trace
 
 
@@ -36,14 +38,17 @@ class Adapter:
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
         """Forward of all rows at once."""
-        out, lse = forward(case.spec, rows_of(case), self._arithmetic(case))
+        out, lse = forward(case.spec, self._rows(case), self._arithmetic(case))
         case.out.copy_(by_token(case.spec, out))
         case.lse.copy_(by_token(case.spec, lse))
         return Outputs(case.out, case.lse, path=str(NATIVE))
 
     def trace(self, case: Case, plan: Any = None) -> Trace:
         """Logits and running states of all rows."""
-        return trace(case.spec, rows_of(case), self._arithmetic(case))
+        return trace(case.spec, self._rows(case), self._arithmetic(case))
+
+    def _rows(self, case: Case) -> Rows:
+        return rows_of(case, *coded_caches(case), self.arithmetic[case.spec.dtype].reconstructed)
 
     def _arithmetic(self, case: Case) -> Arithmetic:
         arithmetic = self.arithmetic[case.spec.dtype]
@@ -53,7 +58,7 @@ class Adapter:
         self, case: Case, saved: Saved, d_out: torch.Tensor, d_lse: torch.Tensor | None = None, plan: Any = None
     ) -> Gradients:
         """Gradients of all rows at once, added up slot by slot in FP32, then rounded."""
-        spec, rows, arithmetic = case.spec, rows_of(case), self.arithmetic[case.spec.dtype]
+        spec, rows, arithmetic = case.spec, self._rows(case), self.arithmetic[case.spec.dtype]
         given = (saved.out, saved.lse, d_out, torch.zeros_like(saved.lse) if d_lse is None else d_lse)
         out, lse, d_o, d_l = (x.float().reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in given)
         found = model.backward(spec, rows, model.Saved(out, lse), d_o, d_l, arithmetic)

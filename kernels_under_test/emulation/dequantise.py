@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sacts.conformance.adapter import Case
 from sacts.reference.spec import Codec, CodecFormat, DType
 
 from .arithmetic import cast
@@ -18,6 +19,22 @@ FP8 = {
     CodecFormat.FP8_E5M2: torch.float8_e5m2,
     CodecFormat.FP8_E4M3FNUZ: torch.float8_e4m3fnuz,
 }
+
+
+def coded_caches(case: Case) -> tuple[Coded | None, Coded | None]:
+    """K and V of a case as codes, None where the spec has no codec."""
+    spec = case.spec
+    return (
+        _coded(spec.k_codec, case.k_cache, case.k_scales, case.k_zeros),
+        _coded(spec.v_codec, case.v_cache, case.v_scales, case.v_zeros),
+    )
+
+
+def _coded(codec: Codec | None, cache: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Coded | None:
+    if codec is None:
+        return None
+    assert scales is not None
+    return Coded(codec, cache.view(torch.uint8), scales, torch.zeros(1, 1, 1, 1) if zeros is None else zeros)
 
 
 class Coded(NamedTuple):

@@ -106,6 +106,15 @@ def drawn_catalogue() -> dict[str, ModelFault]:
     return {fault.name: fault for fault in faults}
 
 
+@cache
+def cell_catalogue() -> dict[str, ModelFault]:
+    """All faults of the emulation that one cell beyond the plain row shows, by name: `problem` is the cell, `outputs`
+    the gate.
+    """
+    faults = [ModelFault(**entry | {"outputs": tuple(entry["outputs"])}) for entry in _entries("cells.toml")]
+    return {fault.name: fault for fault in faults}
+
+
 def seed(fault: Fault | ModelFault) -> Any:
     """The faulty adapter class of the Triton backend, or of the model. Raises FaultError."""
     backend = "emulation" if isinstance(fault, ModelFault) else "paged"
@@ -135,7 +144,7 @@ def patched(fault: Fault | ModelFault, backend: str) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    faults: dict[str, Fault | ModelFault] = {**model_catalogue(), **catalogue()}
+    faults: dict[str, Fault | ModelFault] = {**cell_catalogue(), **model_catalogue(), **catalogue()}
     if name in faults:
         return seed(faults[name])
     raise AttributeError(f"no seeded fault {name!r}; faults: {', '.join(audited())}")
