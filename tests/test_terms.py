@@ -7,9 +7,11 @@ probes that could have failed, and a wrong term is found.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -305,3 +307,10 @@ def test_no_probe_is_said_to_survive_a_term_that_does_not_exist() -> None:
     assert set().union(*applicability.SURVIVES.values()) <= known
     for cell in TERMS:
         assert applicability.terms_of(build(parse(cell)).spec)
+
+
+def test_the_table_of_the_documentation_is_the_table_of_the_code() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ((?:`\w+`(?:, )?)+)", text, flags=re.MULTILINE))
+    told = {name: set(re.findall(r"\w+", terms)) for names, terms in rows.items() for name in re.findall(r"\w+", names)}
+    assert {name: told[name] for name in applicability.SURVIVES} == applicability.SURVIVES
