@@ -277,6 +277,12 @@ CAUGHT = {
         "decode/fp16/kv:40/pattern:all/kcodec:fp8_e4m3fn/vcodec:int8/scales:token_head",
         "K and V were decoded with the scales of the first KV head",
     ),
+    "nibbles_swapped": (
+        "decode/fp32/kv:60/pattern:all/kcodec:int8/vcodec:int4/scales:channel/zeros:on",
+        "as if the two codes of a byte were swapped",
+    ),
+    "int4_without_its_sign": (NIBBLES, "as if integer codes were read without their sign"),
+    "e5m2_read_as_e4m3": ("decode/bf16/kv:60/pattern:all/kcodec:fp8_e5m2/scales:page", "fp8 codes were read as e4m3fn"),
     "zero_point_ignored": (NIBBLES, "K and V were decoded with no zero points"),
 }
 
