@@ -23,7 +23,7 @@ from sacts.conformance.launch import CLEAN, ContractBroken, Launcher, Surroundin
 from sacts.conformance.probes import margins, scale
 from sacts.conformance.probes.copies import copies
 from sacts.conformance.probes.inputs import COUNT, RANDOM
-from sacts.conformance.relations import heads_reversed, relabelled
+from sacts.conformance.relations import heads_reversed, relabelled, scaled
 from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.kernels_under_test.emulation.arithmetic import Arithmetic
 from sacts.kernels_under_test.faults import cell_catalogue, model_catalogue, seed
@@ -231,6 +231,21 @@ def test_pages_and_heads_that_move_take_their_scales_along(cell: str) -> None:
         ):
             assert scales
             scales.cache(variant.problem.pages, cache.data, np.ones_like(found.needed))
+
+
+@pytest.mark.parametrize("cell", [PAGES, NIBBLES])
+def test_v_scaled_by_two_is_its_scales_doubled_with_the_same_codes(cell: str) -> None:
+    found = problem(cell)
+    inputs, backend = RANDOM.inputs(found), Backend(Adapter())
+    variant = scaled(found, inputs)
+    assert found.v_scales
+    assert variant.problem.v_scales
+    one, two = found.v_scales, variant.problem.v_scales
+    codes = [s.codes(i.v.data, found.needed) for s, i in ((one, inputs), (two, variant.inputs))]
+    assert np.array_equal(*codes)
+    first = Launcher(backend, "cpu")(found, inputs)
+    out, _ = variant.undone(Launcher(backend, "cpu")(variant.problem, variant.inputs))
+    assert np.array_equal(out, first.out)
 
 
 # --- the tier and the witness
