@@ -123,7 +123,10 @@ def _related(
     them may err.
     """
     sees_lists = launcher.backend.capabilities.consumes is Consumes.RAW
+    sequence = problem.spec.candidate_kind is CandidateKind.SEQUENCE
     for name, relation in RELATIONS.items():
+        if sequence and name == "repeated entries":  # an error of the lists, not another call
+            continue
         inputs, variants = relation.make(problem, original[0])
         if not variants or (relation.raw and not sees_lists):
             continue
