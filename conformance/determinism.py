@@ -19,12 +19,13 @@ from sacts.matrices.cell import Cell
 from sacts.reference.bounds import Expected, expected
 from sacts.reference.forward import Inputs
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import Hints
+from sacts.reference.spec import CandidateKind, Hints
 
 from .adapter import Backend, Consumes, Determinism
 from .build import Problem
 from .conventions import problem_for
 from .launch import Launcher, Observed, place_of
+from .probes.applicability import terms_of
 from .probes.inputs import RANDOM
 from .relations import RELATIONS, Variant, chosen, heads_reversed, hinted, relabelled, repeated, scaled, shuffled
 
@@ -78,12 +79,16 @@ def _batches(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant
 def _placements(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
     for replicate in range(repeats):
         yield relabelled(problem, inputs, replicate)
-        yield shuffled(problem, inputs, replicate)
+        if problem.spec.candidate_kind is not CandidateKind.SEQUENCE:
+            yield shuffled(problem, inputs, replicate)
 
 
 def _exact(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
-    yield scaled(problem, inputs)
-    yield heads_reversed(problem, inputs)
+    terms = terms_of(problem.spec)
+    if "epilogue" not in terms:
+        yield scaled(problem, inputs)
+    if not terms & {"alibi", "buckets", "sink_logits", "dropout"}:  # numbers of the heads themselves
+        yield heads_reversed(problem, inputs)
 
 
 EXACT = "V scaled by 2, heads reversed"  # equal bits, whatever a backend promises: GATES.md section 6
@@ -118,7 +123,10 @@ def _related(
     them may err.
     """
     sees_lists = launcher.backend.capabilities.consumes is Consumes.RAW
+    sequence = problem.spec.candidate_kind is CandidateKind.SEQUENCE
     for name, relation in RELATIONS.items():
+        if sequence and name == "repeated entries":  # an error of the lists, not another call
+            continue
         inputs, variants = relation.make(problem, original[0])
         if not variants or (relation.raw and not sees_lists):
             continue

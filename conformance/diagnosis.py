@@ -10,7 +10,7 @@ import numpy as np
 
 from sacts.reference.bounds import Expected
 from sacts.reference.forward import Inputs
-from sacts.reference.spec import Hints
+from sacts.reference.spec import EpilogueKind, Hints
 from sacts.reports.records import Finding, Gate
 
 from .batch import cut, join, join_inputs
@@ -21,6 +21,7 @@ from .gates.determinism import judge_repeats
 from .gates.dropout import judge_dropout
 from .gates.layout import changed, judge_layout, launch_poisoned
 from .gates.scale import judge_scale
+from .gates.terms import judge_terms
 from .launch import WHOLE, Launcher, Observed
 from .probes.copies import Copy
 from .probes.inputs import dithered
@@ -159,6 +160,7 @@ class _Clean:
 
     def findings(self) -> Iterator[Finding | None]:
         """Each gate's finding, lazily, in the order of blame."""
+        yield self._judged(judge_terms)
         yield self._judged(judge_dropout)
         yield from (self.count(n) for n in self._carrying("count"))
         yield self._judged(witnesses.judge_address)
@@ -185,12 +187,13 @@ class _Clean:
         return judge(self.copies, self.observed)
 
     def count(self, n: int, *, whatever: bool = False) -> Finding | None:
-        """Gate count. Of V in codes, rows whose lse is right count right: their out is left to gate scale, unless
-        `whatever`.
+        """Gate count. Where V is in codes or out behind an epilogue, rows whose lse is right count right: their out is
+        left to the gates behind, unless `whatever`.
         """
         copy = self.copies[n]
         counted = intervals.largest(intervals.lse_use(copy.expected, self.observed[n])) <= 1
-        if copy.problem.v_scales and not whatever and self.observed[n].lse is not None and counted:
+        bent = copy.problem.v_scales or copy.problem.spec.epilogue.kind is not EpilogueKind.NONE
+        if bent and not whatever and self.observed[n].lse is not None and counted:
             return None
         hints, codes = copy.problem.hints, ~dithered(copy.problem)
         values = copy.problem, copy.inputs, copy.expected

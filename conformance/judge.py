@@ -22,6 +22,7 @@ from .gates.layout import changed
 from .gates.witnesses import used
 from .gradients import judge_gradients
 from .launch import AdapterRaised, ContractBroken, Launcher, Observed
+from .probes.applicability import terms_of
 from .probes.copies import Copy, copies
 from .probes.inputs import RANDOM
 
@@ -118,6 +119,8 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
             return sheet.close(Verdict.FAIL, listed.sentence, listed)
     else:
         sheet.gates[Gate.INDEX] = NOT_OFFERED
+    if not terms_of(problem.spec):
+        sheet.gates[Gate.TERMS] = NOT_APPLICABLE
     sheet.gates[Gate.LOGITS] = NOT_APPLICABLE  # of a trace, which only a failure asks for
     made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
     sheet.probes.update(_told(made))

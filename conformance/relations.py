@@ -136,8 +136,11 @@ def shuffled(problem: Problem, inputs: Inputs, replicate: int) -> Variant:
 
 
 def scaled(problem: Problem, inputs: Inputs, factor: float = 2.0) -> Variant:
-    """V times a power of two: out is as many times larger, to the bit."""
+    """V times a power of two (of V in codes: its scales): out is as many times larger, to the bit."""
     larger = replace(inputs.v, data=factor * inputs.v.data)
+    if problem.v_scales:
+        scales = replace(problem.v_scales, scales=factor * problem.v_scales.scales)
+        problem = replace(problem, v_scales=scales)
     tokens = np.arange(problem.spec.num_tokens)
     return Variant("V scaled", problem, inputs._replace(v=larger), problem.hints, tokens, factor=factor)
 

@@ -42,6 +42,7 @@ class Gate(StrEnum):
 
     CONTRACT = "contract"
     INDEX = "index"  # of adapters that normalize: the lists that they make
+    TERMS = "terms"  # position coding, soft cap, bias, sink, repeats, epilogue
     DROPOUT = "dropout"  # the keep mask and where it acts
     COUNT = "count"
     ADDRESS = "address"  # the value at a key's address

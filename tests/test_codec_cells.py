@@ -23,7 +23,7 @@ from sacts.conformance.launch import CLEAN, ContractBroken, Launcher, Surroundin
 from sacts.conformance.probes import margins, scale
 from sacts.conformance.probes.copies import copies
 from sacts.conformance.probes.inputs import COUNT, RANDOM
-from sacts.conformance.relations import heads_reversed, relabelled
+from sacts.conformance.relations import heads_reversed, relabelled, scaled
 from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.kernels_under_test.emulation.arithmetic import Arithmetic
 from sacts.kernels_under_test.faults import cell_catalogue, model_catalogue, seed
@@ -233,6 +233,21 @@ def test_pages_and_heads_that_move_take_their_scales_along(cell: str) -> None:
             scales.cache(variant.problem.pages, cache.data, np.ones_like(found.needed))
 
 
+@pytest.mark.parametrize("cell", [PAGES, NIBBLES])
+def test_v_scaled_by_two_is_its_scales_doubled_with_the_same_codes(cell: str) -> None:
+    found = problem(cell)
+    inputs, backend = RANDOM.inputs(found), Backend(Adapter())
+    variant = scaled(found, inputs)
+    assert found.v_scales
+    assert variant.problem.v_scales
+    one, two = found.v_scales, variant.problem.v_scales
+    codes = [s.codes(i.v.data, found.needed) for s, i in ((one, inputs), (two, variant.inputs))]
+    assert np.array_equal(*codes)
+    first = Launcher(backend, "cpu")(found, inputs)
+    out, _ = variant.undone(Launcher(backend, "cpu")(variant.problem, variant.inputs))
+    assert np.array_equal(out, first.out)
+
+
 # --- the tier and the witness
 
 
@@ -277,6 +292,12 @@ CAUGHT = {
         "decode/fp16/kv:40/pattern:all/kcodec:fp8_e4m3fn/vcodec:int8/scales:token_head",
         "K and V were decoded with the scales of the first KV head",
     ),
+    "nibbles_swapped": (
+        "decode/fp32/kv:60/pattern:all/kcodec:int8/vcodec:int4/scales:channel/zeros:on",
+        "as if the two codes of a byte were swapped",
+    ),
+    "int4_without_its_sign": (NIBBLES, "as if integer codes were read without their sign"),
+    "e5m2_read_as_e4m3": ("decode/bf16/kv:60/pattern:all/kcodec:fp8_e5m2/scales:page", "fp8 codes were read as e4m3fn"),
     "zero_point_ignored": (NIBBLES, "K and V were decoded with no zero points"),
 }
 

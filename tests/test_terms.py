@@ -7,15 +7,18 @@ probes that could have failed, and a wrong term is found.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from sacts.conformance import conventions
-from sacts.conformance.adapter import PADDING, Backend, Capabilities, Consumes, IndexSpace
+from sacts.conformance.adapter import PADDING, Backend, Capabilities, Case, Consumes, IndexSpace, Outputs
 from sacts.conformance.build import build
 from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
@@ -30,8 +33,8 @@ from sacts.matrices.cell import CellError, parse
 from sacts.matrices.constraints import CONSTRAINTS
 from sacts.reference.forward import forward
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import DType
-from sacts.reports.records import PROVES, Verdict
+from sacts.reference.spec import AttentionSpec, DType
+from sacts.reports.records import PROVES, Gate, Verdict
 
 TERMS = [cell.id for cell in tiers.load(tiers.path_of("terms"))]
 NEW = ("pos", "cap", "sink", "dropout", "kind", "empty", "epilogue")
@@ -185,32 +188,117 @@ def test_a_lost_candidate_moves_out_as_the_margin_says(cell: str) -> None:
 
 # --- faults
 
+ROPE, CAP = "decode/bf16/kv:70+33/pos:rope", "decode/bf16/kv:60+21/pattern:all/cap:2"
+ALIBI, BUCKETS = "decode/fp32/kv:60/pattern:all/pos:alibi", "decode/fp32/kv:90/pattern:all/pos:buckets"
 FOUND = {
-    "soft_cap_after_the_mask": "decode/bf16/kv:60+21/pattern:all/cap:2",
-    "soft_cap_without_its_factor": "decode/bf16/kv:60+21/pattern:all/cap:2",
-    "rope_ignores_the_query_position": "decode/bf16/kv:70+33/pos:rope",
-    "rope_with_the_other_layout": "decode/bf16/kv:70+33/pos:rope",
-    "rope_by_index_in_the_list": "decode/bf16/kv:70+33/pos:rope",
-    "alibi_vanishes": "decode/fp32/kv:60/pattern:all/pos:alibi",
-    "alibi_of_another_head": "decode/fp32/kv:60/pattern:all/pos:alibi",
-    "bucket_one_early": "decode/fp32/kv:90/pattern:all/pos:buckets",
-    "sink_in_every_split": "decode/fp32/kv:120/pattern:all/splits:4/tile:16/sink:on",
-    "sink_in_another_base": "decode/bf16/kv:50+20/sink:on",
-    "repeats_without_weight": "decode/bf16/kv:60+31/kind:multiset",
-    "epilogue_before_the_division": "decode/bf16/kv:50/pattern:all/epilogue:silu",
-    "dropout_on_the_denominator": "prefill/bf16/kv:40/q:3/pattern:all/causal:bottom_right/dropout:50",
-    "dropout_without_its_scale": "decode/fp32/kv:90+40/pattern:all/dropout:25",
-    "dropout_by_place_in_the_batch": "decode/fp32/kv:90+40/pattern:all/dropout:25",
-    "dropout_drawn_anew": "prefill/bf16/kv:40/q:3/pattern:all/causal:bottom_right/dropout:50",
+    "soft_cap_after_the_mask": (CAP, Gate.LSE, "the denominator counts"),
+    "soft_cap_without_its_factor": (CAP, Gate.TERMS, "tanh were not scaled back by the soft cap"),
+    "rope_ignores_the_query_position": (ROPE, Gate.TERMS, "RoPE turned queries as if they stood at position 0"),
+    "rope_with_the_other_layout": (ROPE, Gate.TERMS, "RoPE turned interleaved pairs"),
+    "rope_by_index_in_the_list": (ROPE, Gate.TERMS, "RoPE turned keys by their place in the raw list"),
+    "alibi_vanishes": (ALIBI, Gate.TERMS, "there were no ALiBi bias"),
+    "alibi_of_another_head": (ALIBI, Gate.TERMS, "ALiBi slopes were read by the place of the head in its group"),
+    "bucket_one_early": (BUCKETS, Gate.TERMS, "each bucket began one position too late"),
+    "sink_in_every_split": (
+        "decode/fp32/kv:120/pattern:all/splits:4/tile:16/sink:on",
+        Gate.TERMS,
+        "the sink joined 3 times",
+    ),
+    "sink_in_another_base": ("decode/bf16/kv:50+20/sink:on", Gate.TERMS, "the sink were read in base 2"),
+    "repeats_without_weight": ("decode/bf16/kv:60+31/kind:multiset", Gate.TERMS, "repeats had no weight"),
+    "epilogue_before_the_division": ("decode/bf16/kv:50/pattern:all/epilogue:silu", Gate.OUT, "allowed"),
 }
 
 
 @pytest.mark.parametrize("fault", FOUND)
-def test_a_wrong_term_is_found_by_a_cell_of_the_tier(fault: str) -> None:
-    assert FOUND[fault] in TERMS
-    adapter = seed(model_catalogue()[fault])()
-    record = judge(Launcher(Backend(adapter), "cpu"), fault, parse(FOUND[fault]))
+def test_a_wrong_term_is_found_by_a_cell_of_the_tier_and_named(fault: str) -> None:
+    cell, gate, words = FOUND[fault]
+    assert cell in TERMS
+    record = judge(Launcher(Backend(seed(model_catalogue()[fault])()), "cpu"), fault, parse(cell))
     assert record.verdict is Verdict.FAIL
+    assert record.finding is not None
+    assert record.finding.gate is gate, record.sentence
+    assert words in record.sentence
+
+
+class Losing:
+    """The emulation over lists whose first entry was overwritten by the second."""
+
+    def __init__(self) -> None:
+        self._right = Adapter()
+        self.capabilities = self._right.capabilities
+
+    def run(self, case: Case, plan: object = None) -> Outputs:
+        indices, start = case.kv_indices.clone(), case.kv_indptr[:-1].long()
+        indices[start] = indices[start + 1]
+        return self._right.run(replace(case, kv_indices=indices))
+
+
+@pytest.mark.parametrize("cell", [ROPE, CAP, ALIBI, "decode/bf16/kv:50+20/sink:on"])
+def test_a_lost_candidate_is_not_blamed_on_the_terms(cell: str) -> None:
+    record = judge(Launcher(Backend(Losing()), "cpu"), "losing", parse(cell))
+    assert record.finding is not None
+    assert record.finding.gate is Gate.COUNT, record.sentence
+    assert "missing token" in record.sentence
+
+
+def test_without_terms_their_gate_is_not_applicable() -> None:
+    assert (
+        judge(Launcher(Backend(Adapter()), "cpu"), "x", parse("decode/fp32/kv:40")).gates[Gate.TERMS]
+        == "not applicable"
+    )
+    assert judge(Launcher(Backend(Adapter()), "cpu"), "x", parse(CAP)).gates[Gate.TERMS] == "pass"
+
+
+WITNESSES = {
+    "decode/bf16/kv:70+33/pos:rope": {"select", "comb"},
+    "decode/bf16/kv:50+20/sink:on": {"select", "comb"},
+    CAP: {"comb"},
+    "decode/fp32/kv:90+40/pattern:all/dropout:25": {"comb"},
+    "decode/fp32/kv:120/pattern:all/tile:16/kind:sequence": {"select", "cliff", "stair", "comb"},
+    "decode/bf16/kv:50/pattern:all/epilogue:silu": set(),
+}
+
+
+@pytest.mark.parametrize("cell", WITNESSES)
+def test_a_witness_is_made_where_it_keeps_its_meaning_and_only_there(cell: str) -> None:
+    record = judge(Launcher(Backend(Adapter()), "cpu"), "x", parse(cell))
+    told = {name: record.probes[name].said for name in applicability.SURVIVES}
+    assert {name for name, said in told.items() if said == "judged"} - {"dither"} == WITNESSES[cell]
+    assert "untrusted" not in told.values()
+
+
+@pytest.mark.parametrize("cell", [c for c in TERMS if "rope" in c and "cap" not in c and "dropout" not in c])
+def test_select_gives_the_turned_key_all_the_mass(cell: str) -> None:
+    """Keys and query turned here, pair by pair, by complex numbers."""
+    problem = build(parse(cell))
+    for copy in copies(problem, Numerics.default(problem.spec.dtype)):
+        for head, lane in copy.witness.lanes.items() if copy.witness else ():
+            if lane.probe != "select":
+                continue
+            assert copy.witness
+            spec, row = copy.problem.spec, copy.witness.rows[lane.kv_head]
+            k = copy.inputs.k.data[row.page, row.offset, lane.kv_head]
+            sequence = spec.candidate_kind == "sequence"
+            place = np.arange(len(row.t)) if sequence else row.t
+            own = len(row.t) - (row.t[-1] == spec.token_position[-1]) if sequence else spec.token_position[-1]
+            z = spec.sm_scale * np.array([turned_product(spec, copy.inputs.q[-1, head], own, key, at)
+                                          for key, at in zip(k, place, strict=True)])  # fmt: skip
+            w = np.exp(z - z.max())
+            assert z.argmax() == lane.target
+            assert w.sum() - 1 < 2.0**-24
+
+
+def turned_product(spec: AttentionSpec, q: Any, at_q: int, k: Any, at_k: int) -> float:
+    assert spec.rope
+    n = spec.rope.rotary_dim
+    half_split = spec.rope.layout == "half_split"
+    total = float(q[n:] @ k[n:])
+    for i in range(n // 2):
+        a, b = (i, i + n // 2) if half_split else (2 * i, 2 * i + 1)
+        angle = (at_q - at_k) * spec.rope.base ** (-2 * i / n)
+        total += (complex(q[a], q[b]) * complex(k[a], -k[b]) * complex(np.cos(angle), np.sin(angle))).real
+    return total
 
 
 def test_no_probe_is_said_to_survive_a_term_that_does_not_exist() -> None:
@@ -219,3 +307,10 @@ def test_no_probe_is_said_to_survive_a_term_that_does_not_exist() -> None:
     assert set().union(*applicability.SURVIVES.values()) <= known
     for cell in TERMS:
         assert applicability.terms_of(build(parse(cell)).spec)
+
+
+def test_the_table_of_the_documentation_is_the_table_of_the_code() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ((?:`\w+`(?:, )?)+)", text, flags=re.MULTILINE))
+    told = {name: set(re.findall(r"\w+", terms)) for names, terms in rows.items() for name in re.findall(r"\w+", names)}
+    assert {name: told[name] for name in applicability.SURVIVES} == applicability.SURVIVES

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sacts.reference.bounds import Expected
 from sacts.reference.forward import Inputs
-from sacts.reference.spec import Hints
+from sacts.reference.spec import EpilogueKind, Hints
 from sacts.reports.records import Finding, Gate
 
 from ..build import Problem
@@ -45,7 +45,8 @@ def judge_count(
         words = f"channel {channel} is {seen:.7g}, " + (
             "must be finite" if k else "but the row has no edge: out must be 0"
         )
-    elif problem.spec.v_codec:  # tomography needs one-hot V, which codes need not hold
+    elif problem.spec.v_codec or problem.spec.epilogue.kind is not EpilogueKind.NONE:
+        # tomography needs one-hot V, which codes need not hold, and weights that show in out as they are
         low, high = (float(x[token, head, channel]) for x in (expected.out_lo, expected.out_hi))
         words = f"channel {channel} of the mean code is {seen:.7g}, allowed {low:.7g} to {high:.7g}"
     else:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sacts.reports.records import Finding, Gate
 
 from ..launch import Observed, place_of
+from ..probes.applicability import terms_of
 from ..probes.copies import Copy
 from .intervals import lse_use, out_use
 
@@ -132,8 +133,11 @@ def _looks_like(copy: Copy, observed: Observed, worst: Worst) -> int | None:
 
 
 def _misplaced(copy: Copy, observed: Observed, worst: Worst) -> bool:
+    """Another key's K or V: where nothing but q.k makes the logit, a wrong lse tells that too."""
+    if _looks_like(copy, observed, worst) is not None or observed.lse is None:
+        return True
     lse_wrong = lse_use(copy.expected, observed)[worst.token, worst.head] > 1
-    return observed.lse is None or bool(lse_wrong) or _looks_like(copy, observed, worst) is not None
+    return bool(lse_wrong) and not terms_of(copy.problem.spec) - {"sequence", "empty_row"}
 
 
 def _selected(copy: Copy, observed: Observed, worst: Worst) -> str:

@@ -16,7 +16,7 @@ from ..build import Problem
 from ..draw import Array
 from . import dither, stairs
 from .inputs import dithered
-from .weights import finished, row_weights
+from .weights import RowWeights, finished, row_weights
 from .witness import Lane, Witness
 
 Bools = NDArray[np.bool_]
@@ -80,22 +80,24 @@ def of_dither(problem: Problem, expected: Expected, hair: Bools) -> Array:
 def of_witness(made: Witness, expected: Expected) -> dict[str, Array]:
     """The margins of each probe by query head."""
     needed = noticed(expected, made.problem.spec.dtype)[-1]
-    found: dict[str, list[float]] = {}
+    weights = row_weights(made.problem, made.inputs, made.problem.spec.num_tokens - 1)
+    by_head, found = {row.qo_head: row for row in weights}, dict[str, list[float]]()
     for qo_head, lane in made.lanes.items():
         with np.errstate(divide="ignore"):
-            margin = _MARGINS[lane.probe](made, lane, qo_head, needed[qo_head])
+            margin = _MARGINS[lane.probe](made, lane, by_head[qo_head], needed[qo_head])
         found.setdefault(lane.probe, []).append(margin)
     return {name: np.array(each) for name, each in found.items()}
 
 
-def _of_select(made: Witness, lane: Lane, qo_head: int, needed: Array) -> float:
-    """Another key's value in place of the selected one's."""
+def _of_select(made: Witness, lane: Lane, row: RowWeights, needed: Array) -> float:
+    """Another key's value in place of the selected one's, as far as that has the mass."""
     values = made.values[lane.kv_head]
-    moved = np.abs(np.delete(values, lane.target, axis=0) - values[lane.target])
+    mass = (row.w * row.repeats).max(initial=0.0)
+    moved = mass * np.abs(np.delete(values, lane.target, axis=0) - values[lane.target])
     return float((moved / needed).max(axis=-1).min(initial=CERTAIN))
 
 
-def _of_stair(made: Witness, lane: Lane, qo_head: int, needed: Array) -> float:
+def _of_stair(made: Witness, lane: Lane, row: RowWeights, needed: Array) -> float:
     """One rescale left out of the accumulator."""
     levels = (made.stairs if lane.probe == "stair" else made.cliffs)[lane.kv_head]
     assert levels is not None
@@ -105,13 +107,10 @@ def _of_stair(made: Witness, lane: Lane, qo_head: int, needed: Array) -> float:
     return float((moved / needed[start : start + moved.shape[1]]).max(axis=-1).min(initial=CERTAIN))
 
 
-def _of_comb(made: Witness, lane: Lane, qo_head: int, needed: Array) -> float:
-    """The loss of a key's value: half of the keys show it so clearly or better."""
-    row, spec = made.rows[lane.kv_head], made.problem.spec
-    k = made.inputs.k.data[row.page, row.offset, lane.kv_head]
-    z = spec.sm_scale * (k @ made.inputs.q[-1, qo_head])
-    w = np.exp(z - z.max())
-    moved = (w / w.sum())[:, None] * made.values[lane.kv_head]
+def _of_comb(made: Witness, lane: Lane, row: RowWeights, needed: Array) -> float:
+    """The loss of a key's value: half of the keys that are not dropped show it so clearly or better."""
+    moved = (row.w * row.repeats * row.factor)[:, None] * row.v
+    moved = moved[row.factor > 0]
     return float(np.median((np.abs(moved) / needed).max(axis=-1)))
 
 

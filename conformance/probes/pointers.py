@@ -30,9 +30,9 @@ def edge_tokens(row: RowSlots, page_size: int, draw: Draw) -> Ints:
     return np.asarray(list(dict.fromkeys([len(row.t) - 1, 0, *edges.tolist()])), np.int64)
 
 
-def factor(codes: Array, target: int, sm_scale: float) -> float | None:
+def factor(codes: Array, target: int, sm_scale: float, spread: float = 0.0) -> float | None:
     """The power of two by which q must exceed the code of the key `target` among codes [k, n]; None where another key
-    is too like it.
+    is too like it. `spread`: nats by which other terms may raise the others above it.
     """
     overlap = codes @ codes[target]
     others = np.delete(overlap, target)
@@ -41,7 +41,7 @@ def factor(codes: Array, target: int, sm_scale: float) -> float | None:
         return 1.0
     if gap <= 0:
         return None
-    needed = 2.0 ** max(0, math.ceil(math.log2(GAP / (abs(sm_scale) * gap))))
+    needed = 2.0 ** max(0, math.ceil(math.log2((GAP + spread) / (abs(sm_scale) * gap))))
     return needed if needed <= LARGEST_FACTOR else None
 
 

@@ -7,24 +7,30 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sacts.reference.forward import edges
+from sacts.reference import scores
+from sacts.reference.edges import attended
 from sacts.reference.spec import AttentionSpec, CandidateKind, EmptyRowRule, EpilogueKind
 
 from ..build import Problem
+from ..draw import Array
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class RowSlots:
-    """The k keys of one row by logical position: t [k], live page [k], offset [k], and `tile` [k]: which of the row's
-    tiles each falls into where tiles are `kv_tile` slots of its entries in order; tiles without a key are left out.
+    """The k keys of one row by logical position (of a sequence: in its order): t [k], live page [k], offset [k],
+    `tile` [k]: which of the row's tiles each falls into where tiles are `kv_tile` slots of its entries in order; tiles
+    without a key are left out; `ahead` [k]: how far the position that RoPE and bias take for the key is ahead of the
+    query's; repeats [k]: how often each counts.
     """
 
     t: Ints
     page: Ints
     offset: Ints
     tile: Ints
+    ahead: Ints
+    repeats: Ints
 
     @property
     def tiles(self) -> int:
@@ -37,17 +43,32 @@ def last_rows(problem: Problem) -> list[RowSlots]:
     spec = problem.spec
     token = spec.num_tokens - 1
     request = spec.token_request[token]
-    rows, t, _ = edges(spec, problem.candidates)
+    every = attended(spec, problem.candidates)
     found = []
     for row in range(token * spec.num_kv_heads, spec.num_rows):
-        mine = np.sort(t[rows == row])
+        mine = np.flatnonzero(every.row == row)
         entries = problem.candidates.indices[problem.candidates.indptr[row] : problem.candidates.indptr[row + 1]]
-        slot = np.searchsorted(entries, mine // spec.block_size) * spec.block_size + mine % spec.block_size
+        if spec.candidate_kind is CandidateKind.SEQUENCE:
+            slot = every.key_position[mine]
+        else:
+            mine = mine[np.argsort(every.t[mine], kind="stable")]
+            t = every.t[mine]
+            slot = np.searchsorted(entries, t // spec.block_size) * spec.block_size + t % spec.block_size
         _, tile = np.unique(slot // problem.hints.kv_tile, return_inverse=True)
-        page, offset = np.divmod(mine, spec.page_size)
+        page, offset = np.divmod(every.t[mine], spec.page_size)
         live = np.searchsorted(problem.pages, problem.table.table[request, page])
-        found.append(RowSlots(mine, live, offset, np.asarray(tile, np.int64)))
+        ahead = every.key_position[mine] - every.query_position[row]
+        tiles = np.asarray(tile, np.int64)
+        found.append(RowSlots(every.t[mine], live, offset, tiles, ahead, every.multiplicity[mine]))
     return found
+
+
+def added(spec: AttentionSpec, row: RowSlots, qo_head: int) -> Array:
+    """What bias and repeats add to the logit of each key: [k]."""
+    bias = scores.bias(spec, -row.ahead[None, None], np.array([[qo_head]])) if spec.alibi_slopes or spec.buckets else 0
+    repeats = np.log(row.repeats) if spec.candidate_kind is CandidateKind.MULTISET else np.zeros(len(row.t))
+    total: Array = np.broadcast_to(bias, (1, 1, 1, len(row.t)))[0, 0, 0] + repeats
+    return total
 
 
 def plain(spec: AttentionSpec) -> bool:

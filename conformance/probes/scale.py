@@ -6,25 +6,27 @@ more apart, so that a neighbour's scale makes them wrong by that much, and no co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from sacts.reference.bounds import GENERIC, Expected
-from sacts.reference.codecs import decode
-from sacts.reference.formats import round_to
+from sacts.reference.formats import decode_table, round_to
 from sacts.reference.forward import Forward, Inputs, forward
 from sacts.reference.paging import PagedCache
 from sacts.reference.spec import CodecFormat, DType
 from sacts.reports.records import PROVES
 
 from ..build import Problem
-from ..codes import Scales
+from ..codes import Codes, Scales
 from ..draw import Array, Ints
 from .inputs import Probe
 from .margins import CERTAIN, noticed
+
+Reading = Callable[[Codes], Array]
 
 KAPPA = {CodecFormat.INT4: 0.5}  # |value| of K and V; other formats, and what is stored as it is: 1
 SPREAD = 1.0  # |logit| in nats, of a plain row
@@ -56,23 +58,32 @@ SCALE = Probe("scale", PROVES["scale"], lambda problem: GENERIC, _inputs)
 
 
 class Wrong(NamedTuple):
-    """A way to decode wrongly, in words; scales and zero points in place of the right ones, None: the right ones."""
+    """A way to decode wrongly, in words; scales and zero points in place of the right ones, None: the right ones.
+    `read`: the values of codes of each format before zero point and scale, where they are read wrongly.
+    """
 
     words: str
     k: Scales | None = None
     v: Scales | None = None
+    read: Mapping[CodecFormat, Reading] = MappingProxyType({})
 
     def result(self, problem: Problem, inputs: Inputs) -> Forward:
         """out and lse of a kernel that does so."""
         caches = []
         for own, wrong, cache in ((problem.k_scales, self.k, inputs.k), (problem.v_scales, self.v, inputs.v)):
-            if own is None or wrong is None:
+            if own is None or (wrong is None and own.codec.format not in self.read):
                 caches.append(cache)
                 continue
-            codes = own.codes(cache.data, problem.needed)
-            data = decode(codes, own.codec.format, wrong.scales, wrong.zeros)
+            codes, stored, by = own.codes(cache.data, problem.needed), own.codec.format, wrong or own
+            read = self.read.get(stored, decode_table(stored).__getitem__)
+            data = np.nan_to_num((read(codes) - by.zeros) * by.scales)
             caches.append(PagedCache(cache.pages, np.where(problem.needed[..., None], data, cache.data)))
         return forward(problem.spec, Inputs(inputs.q, *caches), problem.table, problem.candidates)
+
+
+def _of(words: str, name: str, wrong: Scales) -> Wrong:
+    """A mistake about the scales of "k" or "v" alone."""
+    return Wrong(words, k=wrong) if name == "k" else Wrong(words, v=wrong)
 
 
 def of_scale(problem: Problem, inputs: Inputs, expected: Expected) -> Array:
@@ -87,7 +98,7 @@ def of_scale(problem: Problem, inputs: Inputs, expected: Expected) -> Array:
             continue
         groups = np.argwhere(~own.idle(problem.needed))
         for at in groups[problem.draw("scale groups", name).permutation(len(groups))[:GROUPS]]:
-            wrong = (Wrong("", **{name: each}) for each in _of_group(own, tuple(at.tolist())))
+            wrong = (_of("", name, each) for each in _of_group(own, tuple(at.tolist())))
             margins = [_margin(expected, each.result(problem, inputs), problem.spec.dtype) for each in wrong]
             found.append(min(*margins, CERTAIN))
     return np.array(found)
@@ -121,10 +132,29 @@ def mistakes(problem: Problem) -> Iterator[Wrong]:
     found = {name: list(_mistaken(problem, name)) for name in ("k", "v")}
     for name, others in (("k", "v"), ("v", "k")):
         for words, wrong in found[name]:
-            yield Wrong(f"{name.upper()} were decoded with {words}", **{name: wrong})
+            yield _of(f"{name.upper()} were decoded with {words}", name, wrong)
             for same, other in found[others] if name == "k" else ():
                 if same == words:
                     yield Wrong(f"K and V were decoded with {words}", k=wrong, v=other)
+    yield from (Wrong(words, read=read) for words, read in _MISREAD.items())
+
+
+def _swapped(codes: Codes) -> Array:
+    pairs = codes.shape[-1] // 2 * 2
+    moved = codes.copy()
+    moved[..., 0:pairs:2], moved[..., 1:pairs:2] = codes[..., 1:pairs:2], codes[..., 0:pairs:2]
+    return np.asarray(decode_table(CodecFormat.INT4)[moved])
+
+
+_INTEGERS, _FP8 = (CodecFormat.INT8, CodecFormat.INT4), (CodecFormat.FP8_E4M3FN, CodecFormat.FP8_E5M2)
+_MISREAD: dict[str, dict[CodecFormat, Reading]] = {
+    "the two codes of a byte were swapped": {CodecFormat.INT4: _swapped},
+    "integer codes were read without their sign": {each: lambda codes: codes.astype(np.float64) for each in _INTEGERS},
+    "fp8 codes were read as e4m3fn": {CodecFormat.FP8_E5M2: lambda codes: decode_table(_FP8[0])[codes]},
+    "fp8 codes were read as e5m2": {CodecFormat.FP8_E4M3FN: lambda codes: decode_table(_FP8[1])[codes]},
+    "fp8 codes were read as int8": {each: lambda codes: decode_table(CodecFormat.INT8)[codes] for each in _FP8},
+    "int8 codes were read as e4m3fn": {CodecFormat.INT8: lambda codes: decode_table(_FP8[0])[codes]},
+}
 
 
 def _mistaken(problem: Problem, name: str) -> Iterator[tuple[str, Scales]]:
@@ -178,4 +208,4 @@ def single_pages(problem: Problem, name: str, live: Ints) -> Iterator[Wrong]:
             scales, zeros = own.scales.copy(), own.zeros.copy()
             scales[page], zeros[page] = wrong.scales[page], wrong.zeros[page]
             text = f"{name.upper()} of physical page {int(problem.pages[page])} were decoded with {words}"
-            yield Wrong(text, **{name: Scales(own.codec, scales, zeros)})
+            yield _of(text, name, Scales(own.codec, scales, zeros))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sacts.reference import scores
 from sacts.reference.formats import round_to
 from sacts.reference.forward import Inputs
 
@@ -20,7 +21,8 @@ from ..draw import Array, Draw
 from ..launch import STALE_VALUE
 from . import pointers
 from . import stairs as steps
-from .rows import RowSlots, last_rows, plain
+from .applicability import keeps_meaning
+from .rows import RowSlots, added, last_rows
 
 LEAST_DIM_QK, LEAST_DIM_VO = 16, 16
 CODES = 2 * steps.PIECES  # the first dim of the codes; the first half of V holds the teeth
@@ -51,9 +53,13 @@ class Witness:
 
 
 def suits(problem: Problem) -> bool:
-    """Whether witness copies mean anything here: plain rows, and room for codes."""
+    """Whether witness copies mean anything here: terms that leave some probe its meaning, and room for codes."""
     spec = problem.spec
-    return plain(spec) and spec.head_dim_qk >= LEAST_DIM_QK and spec.head_dim_vo >= LEAST_DIM_VO
+    return (
+        any(keeps_meaning(name, spec) for name in _ORDER)
+        and spec.head_dim_qk >= LEAST_DIM_QK
+        and spec.head_dim_vo >= LEAST_DIM_VO
+    )
 
 
 def witness(problem: Problem, number: int) -> Witness:
@@ -66,7 +72,8 @@ def witness(problem: Problem, number: int) -> Witness:
     made = Witness(problem, problem.inputs(q, k, v), {}, last_rows(problem), [], [], [], [])
     for head, row in enumerate(made.rows):
         _fill_row(made, head, row, number, draw)
-        made.fitting.append([name for name in _ORDER if _FITS[name](made, head)])
+        fit = [name for name in _ORDER if keeps_meaning(name, spec) and _FITS[name](made, head)]
+        made.fitting.append(fit)
     for qo_head in range(spec.num_qo_heads):
         head = qo_head // spec.group_size
         probes = made.fitting[head]
@@ -81,9 +88,10 @@ def _fill_row(made: Witness, head: int, row: RowSlots, number: int, draw: Draw) 
     spec = made.problem.spec
     half, quarter = spec.head_dim_vo // 2, spec.head_dim_vo // 4
     bounds = steps.boundaries(row)
-    stair = steps.stair(row, quarter, draw) if row.tiles > 1 else None
+    climbs = keeps_meaning("stair", spec)
+    stair = steps.stair(row, quarter, draw) if row.tiles > 1 and climbs else None
     at = bounds[-1 - (draw.integer(0, len(bounds)) + number) % len(bounds)] if bounds else 0
-    cliff = steps.cliff(row, at, spec.head_dim_vo - half - quarter, draw) if bounds else None
+    cliff = steps.cliff(row, at, spec.head_dim_vo - half - quarter, draw) if bounds and climbs else None
     values = draw.signs((len(row.t), spec.head_dim_vo))
     values[:, :half] = pointers.teeth(row, spec.page_size, half)
     at_row = row.page, row.offset, head
@@ -101,7 +109,7 @@ def _fill_row(made: Witness, head: int, row: RowSlots, number: int, draw: Draw) 
 
 
 def _ask(made: Witness, qo_head: int, head: int, probe: str, turn: int, draw: Draw) -> None:
-    spec, row = made.problem.spec, made.rows[head]
+    spec = made.problem.spec
     q = made.inputs.q[-1, qo_head]
     target = -1
     if probe == "stair":
@@ -112,7 +120,7 @@ def _ask(made: Witness, qo_head: int, head: int, probe: str, turn: int, draw: Dr
         q[CODES:] = round_to(pointers.generic(spec.head_dim_qk - CODES, spec.sm_scale, draw), spec.dtype)
     else:
         target, times = _target(made, head, turn // len(_ORDER), draw)
-        q[CODES:] = times * made.inputs.k.data[row.page[target], row.offset[target], head, CODES:]
+        q[:] = round_to(times * _seen_codes(made, head)[target], spec.dtype)
     made.lanes[qo_head] = Lane(probe, head, target)
 
 
@@ -120,23 +128,40 @@ def _target(made: Witness, head: int, turn: int, draw: Draw) -> tuple[int, float
     """The place of the key to select, edges first, and the factor of its code. What no row attends gets the same code:
     if it joined, it would take its share.
     """
-    row, k = made.rows[head], made.inputs.k.data
-    codes = k[row.page, row.offset, head, CODES:]
+    row, k, codes = made.rows[head], made.inputs.k.data, _seen_codes(made, head)
+    spread = _spread(made, head)
     tokens = np.roll(pointers.edge_tokens(row, made.problem.spec.page_size, draw), -turn).tolist()
     for target in [*tokens, *range(len(row.t))]:
-        times = pointers.factor(codes, target, made.problem.spec.sm_scale)
+        times = pointers.factor(codes, target, made.problem.spec.sm_scale, spread)
         if times is not None:
-            k[..., head, CODES:][~made.problem.needed[..., head]] = codes[target]
+            own = k[row.page[target], row.offset[target], head, CODES:]
+            k[..., head, CODES:][~made.problem.needed[..., head]] = own
             return target, times
     return -1, 0.0
+
+
+def _seen_codes(made: Witness, head: int) -> Array:
+    """The codes of a row's keys as its query meets them, turned by RoPE: [k, d], 0 in the dims of the levels."""
+    row, spec = made.rows[head], made.problem.spec
+    codes = made.inputs.k.data[row.page, row.offset, head].copy()
+    codes[:, :CODES] = 0.0
+    return scores.rotate(codes, row.ahead, spec.rope) if spec.rope else codes
+
+
+def _spread(made: Witness, head: int) -> float:
+    """How far other terms may raise a key, or the sink, above the selected one, in nats."""
+    spec, row = made.problem.spec, made.rows[head]
+    heads = range(head * spec.group_size, (head + 1) * spec.group_size)
+    terms = max(float(np.ptp(added(spec, row, qo_head))) for qo_head in heads)
+    return terms + max(0.0, *(spec.sink_logits[qo_head] for qo_head in heads if spec.sink_logits), 0.0)
 
 
 def _selectable(made: Witness, head: int) -> bool:
     row = made.rows[head]
     if not len(row.t):
         return False
-    codes = made.inputs.k.data[row.page, row.offset, head, CODES:]
-    return any(pointers.factor(codes, j, made.problem.spec.sm_scale) is not None for j in range(len(row.t)))
+    codes, spread = _seen_codes(made, head), _spread(made, head)
+    return any(pointers.factor(codes, j, made.problem.spec.sm_scale, spread) is not None for j in range(len(row.t)))
 
 
 _ORDER = ("select", "cliff", "stair", "comb")

@@ -1,6 +1,7 @@
 """Seeded faults: each is one small patch on the bundled Triton backend, with the public failure it stands for, the
 gate that must catch it and the words that its place must be named with. The catalogue is data: `catalogue.toml`.
-`model.toml` holds faults of what no cell asks for yet, seeded in the emulation: see `ModelFault`.
+`model.toml` holds faults of terms, codecs and backward, seeded in the emulation: see `ModelFault`; `cells.toml` those
+that one cell beyond the plain row was chosen for.
 
 `sacts.kernels_under_test.faults:NAME` names the faulty adapter, so `sacts run --adapter` takes it like any other.
 """
