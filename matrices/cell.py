@@ -130,7 +130,7 @@ def parse(text: str) -> Cell:
             raise CellError(f"{part!r} in {text!r} names no axis; {_choices(name, list(by_name))}")
         if name in values:
             raise CellError(f"axis {name} stands twice in {text!r}")
-        values[name] = _value(by_name[name], value)
+        values[name] = read_value(by_name[name], value)
     if "kv" not in values:
         raise CellError(f"{text!r} lacks the axis kv, such as kv:17")
     cell = Cell(phase=head, dtype=dtype, **values)  # type: ignore[arg-type]  # each value was read by its axis
@@ -139,7 +139,8 @@ def parse(text: str) -> Cell:
     return cell
 
 
-def _value(axis: Axis, text: str) -> object:
+def read_value(axis: Axis, text: str) -> object:
+    """The value that an id writes as `text`. Raises CellError for what is no integer where the axis takes them."""
     if axis.values is not None:
         return text
     separator = _LISTS.get(axis.name)

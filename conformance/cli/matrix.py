@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -117,6 +118,40 @@ def status(
     for said, times in Counter(stated.statuses.values()).most_common():
         print(f"{times} {said}")
     print("\n".join(f"{said:30} {cell}" for cell, said in stated.statuses.items()))
+
+
+@app.command()
+def coverage(
+    tier: Tier = "smoke",
+    strength: Annotated[int, typer.Option(min=1, max=3, help="Axes of a combination.")] = 2,
+    missing: Annotated[int, typer.Option(min=0, help="How many uncovered combinations to print.")] = 10,
+) -> None:
+    """Count, exactly, which combinations of levels of so many axes some cell can have, and which of them a tier has.
+    Cells with a value that is no level (an empty pattern, a request without keys) cover nothing.
+
+    [bold]sacts matrix coverage -t pr[/]
+    """
+    from sacts.matrices.coverage import coverage as counted
+
+    found = counted(cells_of(tier_path(tier)), strength)
+    share = 100 * len(found.covered) / len(found.feasible)
+    print(f"{len(found.covered)} of {len(found.feasible)} feasible combinations of {strength} levels, {share:.1f} %")
+    for each in found.missing[:missing]:
+        print("missing: " + " ".join(f"{axis}={level}" for axis, level in each))
+
+
+@app.command()
+def generate(
+    path: Annotated[Path, typer.Argument(help="The .cells file to write.")],
+    strength: Annotated[int, typer.Option(min=1, max=3, help="Axes of a combination.")] = 2,
+) -> None:
+    """Make a tier that covers every feasible combination of levels of so many axes. Takes minutes.
+
+    [bold]sacts matrix generate --strength 2 matrices/cells/pr.cells[/]
+    """
+    from sacts.matrices import generate as maker
+
+    records.replace_file(path, maker.file_text(strength, maker.rows(strength)).encode())
 
 
 class Form(StrEnum):

@@ -1,0 +1,112 @@
+"""What a tier covers: of all combinations of levels of t axes that some cell can have, those that a cell of it has.
+
+Counted exactly and apart from whatever made the tier: a combination is feasible where a search finds a full row of
+levels around it that breaks no constraint; first defaults are tried, then everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations, product
+from typing import NamedTuple
+
+from .cell import Cell
+from .levels import LEVELS, TABLES, Row, Table, levels_of
+
+Tuple = tuple[tuple[str, str], ...]  # (axis, level) of t axes, in the order of the axes
+
+_OF_AXIS: dict[str, tuple[Table, ...]] = {
+    axis: tuple(table for table in TABLES if axis in table.axes) for axis in LEVELS
+}
+_TIED = tuple(axis for axis in LEVELS if _OF_AXIS[axis])
+
+
+class Coverage(NamedTuple):
+    """Of one strength: the feasible tuples, and those of them that are covered."""
+
+    strength: int
+    feasible: frozenset[Tuple]
+    covered: frozenset[Tuple]
+
+    @property
+    def missing(self) -> list[Tuple]:
+        """Feasible and not covered, sorted."""
+        return sorted(self.feasible - self.covered)
+
+
+def completed(row: Row) -> dict[str, str] | None:
+    """A full row of levels with those of `row`; None where there is none. Defaults are tried first, as they are and for
+    a prefill; then everything, the axis with the fewest levels left before others.
+    """
+    if not all(table.permits(row) for table in TABLES):
+        return None
+    for base in _BASES:
+        whole = {**base, **row}
+        if all(table.permits(whole) for table in TABLES):
+            return whole
+    found = dict(row)
+    left = {axis: [level for level in LEVELS[axis] if _fits(found, axis, level)] for axis in _TIED if axis not in row}
+    return {**_BASES[0], **found} if _fill(found, left) else None
+
+
+_BASES = tuple(
+    {axis: levels[0] for axis, levels in LEVELS.items()} | changes for changes in ({}, {"phase": "prefill", "q": "one"})
+)
+
+
+def _fits(row: dict[str, str], axis: str, level: str) -> bool:
+    whole = {**row, axis: level}
+    return all(table.permits(whole) for table in _OF_AXIS[axis])
+
+
+def _fill(row: dict[str, str], left: dict[str, list[str]]) -> bool:
+    """Give each axis in `left` one of its levels; False, and `row` as it was, where none will do."""
+    if not left:
+        return True
+    axis = min(left, key=lambda name: len(left[name]))
+    near = {other for table in _OF_AXIS[axis] for other in table.axes if other in left} - {axis}
+    for level in left[axis]:
+        row[axis] = level
+        rest = {name: levels for name, levels in left.items() if name != axis}
+        rest |= {name: [other for other in left[name] if _fits(row, name, other)] for name in near}
+        if all(rest.values()) and _fill(row, rest):
+            return True
+    row.pop(axis, None)
+    return False
+
+
+def feasible(strength: int) -> frozenset[Tuple]:
+    """Every combination of levels of so many axes that some cell can have."""
+    known: dict[Tuple, bool] = {}  # what is not tied by any constraint decides nothing
+    found = []
+    for axes in combinations(LEVELS, strength):
+        for levels in product(*(LEVELS[axis] for axis in axes)):
+            pairs = tuple(zip(axes, levels, strict=True))
+            tied = tuple(pair for pair in pairs if _OF_AXIS[pair[0]])
+            if tied not in known:
+                known[tied] = completed(dict(tied)) is not None
+            if known[tied]:
+                found.append(pairs)
+    return frozenset(found)
+
+
+def covered(cells: Iterable[Cell], strength: int) -> frozenset[Tuple]:
+    """The combinations of levels that these cells have; a cell with a value that is no level (an empty pattern, a
+    request without keys) hides what stands beside it and covers nothing.
+    """
+    return frozenset(each for cell in cells for each in _tuples(cell, strength))
+
+
+def _tuples(cell: Cell, strength: int) -> Iterator[Tuple]:
+    levels = levels_of(cell)
+    if not all(levels.values()):
+        return
+    for axes in combinations(LEVELS, strength):
+        for chosen in product(*(levels[axis] for axis in axes)):
+            yield tuple(zip(axes, chosen, strict=True))
+
+
+def coverage(cells: Iterable[Cell], strength: int) -> Coverage:
+    """What these cells cover of what is feasible."""
+    possible = feasible(strength)
+    return Coverage(strength, possible, covered(cells, strength) & possible)
