@@ -19,7 +19,7 @@ from sacts.matrices.cell import Cell
 from sacts.reference.bounds import Expected, expected
 from sacts.reference.forward import Inputs
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import CandidateKind, Hints
+from sacts.reference.spec import CandidateKind, DType, Hints
 
 from .adapter import Backend, Consumes, Determinism
 from .build import Problem
@@ -73,7 +73,8 @@ def _batches(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant
     requests = range(problem.spec.num_requests)
     yield chosen(problem, inputs, requests[::-1])
     for request in requests:
-        yield chosen(problem, inputs, [request])
+        if problem.spec.qo_lens[request]:
+            yield chosen(problem, inputs, [request])
 
 
 def _placements(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
@@ -84,14 +85,18 @@ def _placements(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Vari
 
 
 def _exact(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
-    terms = terms_of(problem.spec)
-    if "epilogue" not in terms:
+    subnormal = problem.spec.dtype is DType.FP16  # small outputs may be
+    if "epilogue" not in terms_of(problem.spec) and not subnormal:
         yield scaled(problem, inputs)
-    if not terms & {"alibi", "buckets", "sink_logits", "dropout"}:  # numbers of the heads themselves
+
+
+def _heads(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
+    if not terms_of(problem.spec) & {"alibi", "buckets", "sink_logits", "dropout"}:  # numbers of the heads themselves
         yield heads_reversed(problem, inputs)
 
 
-EXACT = "V scaled by 2, heads reversed"  # equal bits, whatever a backend promises: GATES.md section 6
+EXACT = "V scaled by 2"  # equal bits, whatever a backend promises: GATES.md section 6
+HEADS = "heads reversed"  # equal bits where batch-invariance is promised: what else a launch computes may not matter
 LEVELS: dict[str, Callable[[Problem, Inputs, int], Iterator[Variant]]] = {
     Determinism.RUN_TO_RUN: _repeats,
     Determinism.SCHEDULE: _schedules,
@@ -108,9 +113,11 @@ def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> lis
     allowed = expected(problem.spec, inputs, problem.table, problem.candidates, numerics)
     first = launcher(problem, inputs)
     found = []
-    for level, variants in {**LEVELS, EXACT: _exact}.items():
+    for level, variants in {**LEVELS, EXACT: _exact, HEADS: _heads}.items():
         with busy(launcher.device) if level == Determinism.RUN_TO_RUN else nullcontext():
             runs = [(launcher(v.problem, v.inputs, hints=v.hints), v) for v in variants(problem, inputs, repeats)]
+        if not runs:
+            continue
         width = widths(allowed)
         found += [measured(launcher.backend, problem, width, level, name, first, runs) for name in outputs(first)]
     return [*found, *_related(launcher, problem, (inputs, first), numerics)]
@@ -202,6 +209,7 @@ def _use(one: Array, other: Array, width: Array) -> float:
 
 def promised(backend: Backend, output: str, level: str) -> bool:
     """Whether the adapter declares a level for an output, or everybody must keep it."""
+    level = str(Determinism.BATCH_INVARIANT) if level == HEADS else level
     return level == EXACT or level in backend.capabilities.determinism.get(output, frozenset())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import log
+from math import isclose, log
 from typing import NamedTuple
 
 import numpy as np
@@ -281,7 +281,19 @@ def _with_lists(problem: Problem, inputs: Inputs, raw: CandidateLists) -> Varian
     return repeated(replace(problem, raw=raw, candidates=candidates), inputs)
 
 
+def scale_moved(problem: Problem, inputs: Inputs) -> tuple[Inputs, list[Variant]]:
+    """sm_scale twice as large and q half: the same logits, unless a call of these shapes kept the scale of another."""
+    spec = problem.spec
+    if isclose(spec.sm_scale, spec.head_dim_qk**-0.5, rel_tol=1e-6):
+        return inputs, []  # a backend that knows no other scale
+    variant = repeated(
+        replace(problem, spec=replace(spec, sm_scale=2 * spec.sm_scale)), inputs._replace(q=inputs.q / 2)
+    )
+    return inputs, [replace(variant, name="sm_scale twice as large, q half")]
+
+
 RELATIONS = {
+    "scale moved": Relation(scale_moved),
     "logit shift": Relation(logits_shifted),
     "padding position": Relation(padding_moved, raw=True),
     "masked entries": Relation(masked_appended),

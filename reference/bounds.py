@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from . import epilogues
 from .candidates import ValidatedCandidates
-from .formats import FORMATS, round_to
+from .formats import FORMATS, format_of, round_to
 from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups, kept
 from .logit_bounds import U32, accumulation, gamma, logit_error, reconstruction, weight_error, weight_rounding
 from .numerics import Accumulator, Numerics
 from .paging import PageTable
-from .spec import AttentionSpec, CandidateKind, Epilogue, EpilogueKind
+from .spec import AttentionSpec, CandidateKind, CodecFormat, Epilogue, EpilogueKind
 
 Array = NDArray[np.float64]
 
@@ -205,6 +205,7 @@ def allowance(
     if numerics.unit_p and (exactness.one_key or dyadic):
         u_p, a_p = 0.0, 0.0
     exact = exactness.exact_sums and numerics.unit_p
+    largest_p = l if isinstance(numerics.p, CodecFormat) and not numerics.unit_p else 1.0  # P over l before its cast
     sums = np.zeros(k.shape) if exact else gamma(k)
     products = np.zeros(k.shape) if exact and _holds_sums(numerics) else accumulation(k, numerics)
     cast_l = (u_p + a_p * k / l) if numerics.l_sums_cast_p else np.zeros(l.shape)
@@ -214,7 +215,7 @@ def allowance(
     v = reconstruction(spec.v_codec, numerics)
 
     rho = mean_eta + sums + cast_l
-    trusted = rho < MAX_RHO
+    trusted = (rho < MAX_RHO) & holds(spec, group, numerics)
     rho = np.where(trusted, rho, 0.0)
     abs_sum = (w * factors) @ abs_v  # A
     plain_sum = (factors * group.counts[:, :, None]) @ abs_v
@@ -226,7 +227,7 @@ def allowance(
     half_width = (
         wrong_weights  # logits, exponential, rescale, merge
         + u_p * (abs_out if exactness.equal_logits else abs_sum)  # cast of P: equal P share one rounding error
-        + (a_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
+        + (a_p * largest_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
         + ((products + rescale) * (1 + u_p))[..., None] * abs_sum  # accumulation of P V
         + (sums + 4 * U32 + cast_l)[..., None] * abs_out  # denominator
         + (u_part + v.u + 2 * numerics.u_operand) * abs_sum
@@ -246,6 +247,30 @@ def allowance(
 def _holds_sums(numerics: Numerics) -> bool:
     """Whether the accumulator of P V holds what FP32 holds."""
     return numerics.accumulator is Accumulator.FP32
+
+
+def holds(spec: AttentionSpec, group: Group, numerics: Numerics) -> NDArray[np.bool_]:
+    """Where the declared formats hold what goes through them, [b, r, 1]: P raised by its offset and by what the maximum
+    may lag, over 1 - p; K and q after RoPE, K and V from codes.
+    """
+    kept_share = 1 - spec.dropout.p if spec.dropout else 1.0
+    fits = 2.0 ** (numerics.p_offset + numerics.lag) / kept_share <= format_of(numerics.p).max
+    largest_k, largest_v, largest_q = (np.abs(x).max(axis=-1, initial=0.0) for x in (group.k, group.v, group.q))
+    found = np.full((*group.counts.shape[:2], 1), fits)
+    if spec.rope:
+        largest = np.maximum(_of_row(group, largest_k), largest_q.max(axis=-1))
+        found &= (largest * (1 + FORMATS[numerics.rotated].u) <= FORMATS[numerics.rotated].max)[..., None]
+    for codec, sizes in ((spec.k_codec, largest_k), (spec.v_codec, largest_v)):
+        if codec:
+            form = FORMATS[numerics.reconstructed]
+            found &= (_of_row(group, sizes) * (1 + form.u) <= form.max)[..., None]
+    return found
+
+
+def _of_row(group: Group, sizes: Array) -> Array:
+    """The largest of the keys [b, S] that each row attends: [b, r]."""
+    largest: Array = np.where(group.edge, sizes[:, None], 0.0).max(axis=-1, initial=0.0)
+    return largest
 
 
 def log_error(l: Array | float, lse: Array, top: Array) -> Array:

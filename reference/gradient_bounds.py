@@ -188,7 +188,12 @@ def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given)
     terms, v = group.v.shape[-1], reconstruction(spec.v_codec, numerics)
     operands = (v.u + 2 * numerics.u_operand) * size + v.a * a * np.abs(d_out).sum(-1)[..., None]
     d_p_error = operands + (accumulation(terms, numerics) + 2 * U32) * (size + operands)
-    d_error = (np.abs(d_out) * (out_error + gamma(terms) * (np.abs(rows.out) + out_error))).sum(-1)
+    if numerics.delta_from_p:
+        edges = group.counts.sum(-1)[..., None]
+        of_p = p * (eta * np.abs(d_p) + (1 + eta) * d_p_error)
+        d_error = (of_p + accumulation(edges, numerics)[..., None] * (p * np.abs(d_p) + of_p)).sum(-1)
+    else:
+        d_error = (np.abs(d_out) * (out_error + gamma(terms) * (np.abs(rows.out) + out_error))).sum(-1)
 
     added = np.abs(d_p) + (np.abs(delta) + np.abs(d_lse))[..., None]
     visits = np.broadcast_to(group.counts[:, :, None] * 1.0, p.shape)
@@ -202,7 +207,10 @@ def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given)
         x = x * slope + (d_s + x + of_delta) * (wrong * (2 + wrong) + 4 * U32)
     cast, d_z = rounding(numerics.p_backward), d_s * slope
     computed = d_z + x + of_delta * slope
-    rounded = cast.u * computed + cast.a * visits
+    most = FORMATS[numerics.p_backward].max  # no bound beyond what the cast holds
+    if numerics.scaled_d_s:
+        most, cast = most / abs(spec.sm_scale), Rounding(cast.u + U32, cast.a / abs(spec.sm_scale))
+    rounded = np.where(computed * (1 + cast.u) < most, cast.u * computed + cast.a * visits, np.inf)
     reach = computed + rounded
     return _Edges(p * slope, p * a, d_z, eta, x, rounded, reach, visits, d_error, lse_error, lse, delta - d_lse)
 

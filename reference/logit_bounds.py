@@ -196,4 +196,6 @@ def weight_error(
     )
     if numerics.splits:
         eta = eta + numerics.u_exp + 8 * U32 * np.maximum(np.abs(lse)[..., None], size) + 4 * U32
-    return eta
+    with np.errstate(over="ignore"):
+        relative: Array = np.expm1(eta)  # of e^x for an x wrong by eta, which may be large where the weight is small
+    return relative

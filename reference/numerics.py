@@ -39,6 +39,8 @@ class Numerics:
     merges_states: splits are merged from un-normalised (m, l, o), not from normalised outputs and their lse.
     unit_p: where all logits of a row are equal, every P is exactly 1, before and after its cast. False for an
         exponential with exp(0) != 1, and for a backend that divides P by l before the cast.
+    delta_from_p: backward takes D as sum P dP, not as sum d_out out. scaled_d_s: it multiplies dS by sm_scale before
+        the cast, not the products behind it.
     lag: octaves by which the running maximum may stay behind the largest logit so far; seen in traces only.
     dense: tiles walk the whole KV range, not only the slots that the candidate entries name.
 
@@ -66,6 +68,8 @@ class Numerics:
     unit_p: bool = False
     dense: bool = False
     lag: float = 0.0
+    delta_from_p: bool = False
+    scaled_d_s: bool = False
     reconstructed: DType = DType.FP32
     rotated: DType = DType.FP32
     u_freq: float = 2.0**-19

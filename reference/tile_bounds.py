@@ -91,9 +91,12 @@ def row_logits(spec: AttentionSpec, group: Group, numerics: Numerics) -> RowLogi
     )
 
 
-def tile_states(spec: AttentionSpec, group: Group, visits: Ints, numerics: Numerics) -> TileStates:
+def tile_states(
+    spec: AttentionSpec, group: Group, visits: Ints, numerics: Numerics, *, one_by_one: bool = False
+) -> TileStates:
     """The running states of a `row_group` after each tile: `visits` [n, S], how often each key was visited until then.
-    A sink logit joins after the last tile and is no part of them, nor is the merge of splits.
+    A sink logit joins after the last tile and is no part of them, nor is the merge of splits. `one_by_one`: repeats
+    are visited as often as they are named, so that no logit of the maximum has a count in it.
     """
     spec = replace(spec, sink_logits=())
     numerics = replace(numerics, splits=False)
@@ -103,6 +106,9 @@ def tile_states(spec: AttentionSpec, group: Group, visits: Ints, numerics: Numer
     some = np.asarray(prefixes.edge.any(axis=-1))[0, :, None]
     error = np.where(prefixes.edge[:, :, None], logit_error(spec, prefixes, numerics), 0.0).max(axis=-1, initial=0.0)[0]
     top = rows.state.m[0]
+    if one_by_one:
+        single = _without_counts(spec, prefixes)
+        top = np.where(prefixes.edge[:, :, None], single, -np.inf).max(axis=-1, initial=-np.inf)[0]
     with np.errstate(invalid="ignore"):
         reach = np.where(some, error + 4 * U32 * np.abs(top), 0.0)
     return TileStates(

@@ -145,6 +145,8 @@ def _arithmetic(random: Random, spec: AttentionSpec) -> Arithmetic:
         splits=splits,
         order=int(random.integers(4)),
         lag=lag,
+        delta_from_p=bool(random.random() < 0.3),
+        scaled_d_s=bool(random.random() < 0.3),
         merge_outputs=bool(random.integers(2)),
     )
 
@@ -280,7 +282,19 @@ def _turned_codes() -> Hard:
     return two_keys(spec, q, k, np.array([[1.0, 2.0], [-1.0, 1.0]]), [0, 1], how)
 
 
+def _small_weights() -> Hard:
+    """Keys of logits far below whose products cancel: their weights may err by more than themselves."""
+    random, s = np.random.default_rng(1), 1600.0
+    q, k = np.zeros(8), np.zeros((2, 8))
+    q[:2] = np.sqrt(s) * (1 + random.random(2) / 3)
+    k[1, 0], k[1, 1] = q[1], -q[0] * (1 + 4e-3)
+    how = Arithmetic(p=DType.FP32, out=DType.FP32, rotated=DType.BF16)
+    spec = replace(BASE, rope=RoPE(8, 1e6), sm_scale=1.0)
+    return two_keys(spec, np.float32(q).astype(np.float64), np.float32(k).astype(np.float64), np.eye(2), [0, 1], how)
+
+
 NAMED = {
+    "small weights that err by more than themselves": _small_weights,
     "repeats in the subnormals": _repeated,
     "small queries rounded to FP16": _small_queries,
     "dS that vanishes": _vanishing,

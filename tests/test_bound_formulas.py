@@ -55,7 +55,7 @@ def written_out(row: Row, numerics: Numerics, walked: int) -> tuple[list[float],
         m = max(abs(x), abs(top))  # every running maximum that this weight meets lies between the two
         merge = numerics.u_exp + 8 * U32 * max(abs(lse), m) + 4 * U32 if numerics.splits else 0.0
         rescale = rescales * (numerics.u_exp + 2 * U32)
-        eta.append(e + 4 * U32 * (abs(x) + m) + numerics.u_exp + rescale + 6 * U32 * m + merge)
+        eta.append(math.expm1(e + 4 * U32 * (abs(x) + m) + numerics.u_exp + rescale + 6 * U32 * m + merge))
     mean_eta = math.fsum(a * b for a, b in zip(w, eta, strict=True))
     cast_l = u_p + a_p * k / l if numerics.l_sums_cast_p else 0.0
     rho = mean_eta + gamma(k) + cast_l

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sacts.conformance.adapter import Backend, Capabilities, Case, Determinism, Outputs
 from sacts.conformance.build import build
 from sacts.conformance.cli import app
-from sacts.conformance.determinism import EXACT, LEVELS, Measurement, across_processes, measure
+from sacts.conformance.determinism import EXACT, HEADS, LEVELS, Measurement, across_processes, measure
 from sacts.conformance.launch import Launcher, Observed
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.conformance.relations import chosen, heads_reversed, relabelled, scaled, shuffled
@@ -74,23 +74,30 @@ def test_a_variation_breaks_the_promise_of_its_level(level: Determinism) -> None
 
 def test_a_backend_that_never_varies_gives_the_same_bits_at_every_level() -> None:
     found = measured(Adapter())
-    levels = {*map(str, LEVELS), EXACT}
-    assert {each.level for each in found} == levels | {"logit shift", "plan, other spec, run"}
+    levels = {*map(str, LEVELS), EXACT, HEADS}
+    assert {each.level for each in found} == levels | {"logit shift", "plan, other spec, run", "scale moved"}
     assert all(each.kept and each.distinct == 1 for each in found if each.level in levels)
     assert {each.level for each in found if each.promised} == {EXACT}
 
 
 @pytest.mark.parametrize("output", ["out", "lse"])
-def test_heads_that_differ_by_their_place_break_what_nobody_has_to_promise(output: str) -> None:
+def test_heads_that_differ_by_their_place_break_batch_invariance(output: str) -> None:
     class Uneven(Adapter):
         def run(self, case: Case, plan: Any = None) -> Outputs:
             outputs = super().run(case)
             getattr(outputs, output)[:, 0] *= 1 + 2.0**-22
             return outputs
 
-    found = {(each.level, each.output): each for each in measured(Uneven())}
-    assert not found[EXACT, output].kept
-    assert all(each.kept for (level, _), each in found.items() if level != EXACT)
+    promises = dict.fromkeys(("out", "lse"), frozenset({Determinism.BATCH_INVARIANT}))
+    for capabilities, kept in (
+        (Adapter.capabilities, True),
+        (replace(Adapter.capabilities, determinism=promises), False),
+    ):
+        Uneven.capabilities = capabilities
+        found = {(each.level, each.output): each for each in measured(Uneven())}
+        assert found[HEADS, output].distinct > 1
+        assert found[HEADS, output].kept is kept
+        assert all(each.kept for (level, _), each in found.items() if level != HEADS)
 
 
 def test_an_output_that_saturates_breaks_the_scaling_of_v() -> None:
@@ -179,3 +186,21 @@ def test_an_exact_relation_holds_in_the_reference(variant: Callable[..., Any]) -
 
 def test_no_promise_is_the_default() -> None:
     assert Capabilities().determinism == {}
+
+
+def test_a_scale_that_is_kept_from_another_call_of_the_same_shapes_is_out_of_bound() -> None:
+    class Remembering(Adapter):
+        def __init__(self) -> None:
+            self.scales: dict[torch.Size, float] = {}
+
+        def run(self, case: Case, plan: Any = None) -> Outputs:
+            scale = self.scales.setdefault(case.q.shape, case.spec.sm_scale)
+            return super().run(replace(case, spec=replace(case.spec, sm_scale=scale)))
+
+    found = {(each.level, each.output): each for each in measured(Remembering())}
+    assert {level for (level, _), each in found.items() if not each.kept} == {"scale moved"}
+
+
+def test_a_request_without_queries_is_no_batch_of_its_own() -> None:
+    cell = parse("prefill/fp16/kv:6+20/q:3+0")
+    assert all(each.kept for each in measure(Launcher(Backend(Adapter()), "cpu"), cell, 0, 1))

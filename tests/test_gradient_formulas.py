@@ -46,6 +46,21 @@ def sizes(a: Array, b: Array) -> float:
     return dot(np.abs(a), np.abs(b))
 
 
+def delta_error(row: Row, numerics: Numerics, p: list[float], s: list[float], z: list[float], lse: float) -> float:
+    """E_D of a sum of P dP, without a soft cap."""
+    d, d_v, o = len(row.q), len(row.d_out), 2 * numerics.u_operand
+    terms = []
+    for j in range(KEYS):
+        error = (gamma(d) + o) * SCALE * sizes(row.q, row.k[j]) + 2 * U32 * abs(z[j])
+        r = error + 4 * U32 * (abs(s[j]) + abs(lse) + 1) + numerics.u_exp + row.lse_error
+        eta, size = r * (1 + r), sizes(row.d_out, row.v[j])
+        operands = o * size
+        d_p, e_dp = abs(dot(row.d_out, row.v[j])), operands + (gamma(d_v) + 2 * U32) * (size + operands)
+        f = p[j] * (eta * d_p + (1 + eta) * e_dp)
+        terms.append(f + gamma(KEYS) * (p[j] * d_p + f))
+    return math.fsum(terms)
+
+
 def written_out(row: Row, numerics: Numerics, cap: float) -> tuple[Array, Array, Array]:
     """B of d_q [d], d_k [KEYS, d], d_v [KEYS, d_vo], with 4u (|value| + B)."""
     d, d_v, o = len(row.q), len(row.d_out), 2 * numerics.u_operand
@@ -60,6 +75,8 @@ def written_out(row: Row, numerics: Numerics, cap: float) -> tuple[Array, Array,
     )
     u_s, a_s = (0.0, 0.0) if numerics.p is DType.FP32 else (U[numerics.p], A[numerics.p])
     edges, values = [], []
+    if numerics.delta_from_p:
+        e_d = delta_error(row, numerics, p, s, z, lse)
     for j in range(KEYS):
         error = (gamma(d) + o) * SCALE * sizes(row.q, row.k[j]) + 2 * U32 * abs(z[j])
         slope = 1.0
@@ -81,6 +98,8 @@ def written_out(row: Row, numerics: Numerics, cap: float) -> tuple[Array, Array,
             x = y * slope + (d_s + y + of_mean) * (2 * error / cap + (error / cap) ** 2 + 4 * U32)
         whole = d_s * slope + x + slope * of_mean
         t = u_s * whole + a_s
+        if numerics.scaled_d_s:
+            t = (u_s + U32) * whole + a_s / SCALE
         edges.append((x, slope * p[j], eta, t, whole + t, p[j] * slope * (d_p - mean + row.d_lse)))
         w = p[j] * (eta + u_s * (1 + eta)) + a_s + FLUSH
         n = gamma(1) + U32
@@ -123,6 +142,7 @@ CONTRACTS = {
     "fp32": Numerics.default(DType.FP32),
     "cubic exponential": Numerics(DType.FP16, DType.FP16, u_exp=1.1e-4),
     "tf32 operands": Numerics(DType.FP32, DType.FP32, u_operand=2.0**-11),
+    "dS scaled before its cast": Numerics(DType.FP16, DType.FP16, scaled_d_s=True),
     "tiles of one slot": Numerics(DType.FP32, DType.FP32, min_tile=1),
 }
 
@@ -143,6 +163,25 @@ def test_the_bounds_of_gradients_are_the_formulas_of_the_document(contract: str,
     numerics = CONTRACTS[contract]
     found = evaluated(row, numerics, cap)
     d_q, d_k, d_v = written_out(row, numerics, cap)
+    np.testing.assert_allclose(found.d_q.half_width[0, 0], d_q, rtol=1e-5)
+    np.testing.assert_allclose(found.d_k.half_width[0, :KEYS, 0], d_k, rtol=1e-5)
+    np.testing.assert_allclose(found.d_v.half_width[0, :KEYS, 0], d_v, rtol=1e-5)
+
+
+def test_a_delta_of_p_has_an_error_of_its_own() -> None:
+    random = np.random.default_rng(8)
+    row = Row(
+        q=random.normal(size=12),
+        k=random.normal(size=(KEYS, 12)),
+        v=0.3 + random.normal(size=(KEYS, 5)),
+        d_out=random.normal(size=5),
+        d_lse=0.0,
+        out_error=np.full(5, 1e3),  # of no matter: out is not read
+        lse_error=1e-4,
+    )
+    numerics = Numerics(DType.BF16, DType.FP32, delta_from_p=True)
+    found = evaluated(row, numerics, 0.0)
+    d_q, d_k, d_v = written_out(row, numerics, 0.0)
     np.testing.assert_allclose(found.d_q.half_width[0, 0], d_q, rtol=1e-5)
     np.testing.assert_allclose(found.d_k.half_width[0, :KEYS, 0], d_k, rtol=1e-5)
     np.testing.assert_allclose(found.d_v.half_width[0, :KEYS, 0], d_v, rtol=1e-5)

@@ -31,6 +31,7 @@ from sacts.kernels_under_test.emulation.adapter import Adapter as Model
 from sacts.kernels_under_test.emulation.forward import forward as model_forward
 from sacts.kernels_under_test.emulation.rows import by_token, rows_of
 from sacts.kernels_under_test.sdpa import Adapter
+from sacts.matrices import tiers
 from sacts.matrices.cell import parse
 from sacts.reference.forward import edges, forward
 from sacts.reports import records
@@ -281,3 +282,23 @@ def test_lse_alone_shows_one_lost_key_of_32768(dtype: str) -> None:
     assert found.finding.use is not None
     assert found.finding.use > 1.5
     assert dtype != "bf16" or locate(launcher(Model()), problem) is None
+
+
+class FirstRowLarger(Model):
+    """The model; out of its first row is half as large again."""
+
+    def run(self, case: Case, plan: object = None) -> Outputs:
+        outputs = super().run(case, plan)
+        outputs.out[0] *= 1.5
+        return outputs
+
+
+@pytest.mark.parametrize("tier", ["codecs", "terms"])
+def test_cells_with_codes_and_terms_are_searched_too(tier: str) -> None:
+    for cell in tiers.load(tiers.path_of(tier)):
+        if cell.pattern == "empty":
+            continue  # half as large again is 0 there
+        found = locate(launcher(FirstRowLarger()), build(cell))
+        assert found is not None, cell.id
+        assert found.finding.sentence.startswith("row (request 0, query 0, KV head "), (cell.id, found.finding.sentence)
+    assert locate(launcher(Model()), build(cell)) is None

@@ -149,8 +149,18 @@ def as_multiset(case: Case) -> Case:
     return replace(case, spec=replace(case.spec, candidate_kind=CandidateKind.MULTISET))
 
 
+class OneScale(Changed):
+    """Keeps the scale of the first call of its shapes."""
+
+    def run(self, case: Case, plan: Any = None) -> Outputs:
+        self.scale = getattr(self, "scale", {})
+        scale = self.scale.setdefault(case.q.shape, case.spec.sm_scale)
+        return super().run(replace(case, spec=replace(case.spec, sm_scale=scale)), plan)
+
+
 FAULTS: dict[str, tuple[Callable[[], Adapter], str, str]] = {
     "logit shift": (Clamped, SHORT, "every logit +"),
+    "scale moved": (OneScale, "decode/bf16/kv:70+9/dim:32", "sm_scale twice as large, q half"),
     "padding position": (lambda: Changed(padding_ends_the_list), "decode/bf16/kv:70+9/dim:32", "padding at the "),
     "masked entries": (lambda: Changed(without_window), WINDOW, "masked entries behind each list"),
     "repeated entries": (lambda: Changed(as_multiset), "decode/bf16/kv:70+9/dim:32", "each list twice over"),

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hard_problems import one_by_one
 from term_problems import ARITHMETICS, MODEL, SPECS, Problem, problem_of
 
 from sacts.conformance.adapter import Backend, Case, Outputs, Trace
@@ -40,6 +41,15 @@ def traced(name: str, arithmetic: str, package: str = MODEL) -> tuple[Problem, T
 def found(problem: Problem, trace: Trace, how: Arithmetic) -> Finding | None:
     where = problem.spec, problem.inputs, problem.table, problem.lists
     return judge_trace(*where, read_trace(problem.spec, trace), how.numerics)
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("name", ["multiset", "everything"])
+def test_repeats_may_be_visited_one_by_one(name: str, arithmetic: str) -> None:
+    dtype, how = ARITHMETICS[arithmetic]
+    problem = problem_of(replace(SPECS[name], dtype=dtype), 3, 1.0)
+    trace = importlib.import_module(f"{MODEL}.trace").trace(problem.spec, one_by_one(problem.rows(how)), how)
+    assert found(problem, trace, how) is None
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)

@@ -35,7 +35,8 @@ GATES = (Gate.SHARP, Gate.CANDIDATE, Gate.COMMON)
 def drawn(problem: Problem) -> bool:
     """Whether the random probe's inputs are independent, and nothing ties rows together or bends out."""
     spec = problem.spec
-    return problem.cell.values in DRAWN and not spec.sink_logits and spec.epilogue.kind is EpilogueKind.NONE
+    bent = spec.sink_logits or spec.logits_soft_cap or spec.epilogue.kind is not EpilogueKind.NONE
+    return problem.cell.values in DRAWN and not bent
 
 
 class Seen(NamedTuple):

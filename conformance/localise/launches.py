@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sacts.reference.bounds import Exactness, Expected, expected
 from sacts.reference.forward import Inputs
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import Hints
+from sacts.reference.spec import EpilogueKind, Hints
 
 from ..build import Problem
 from ..gates.intervals import lse_use, out_use
@@ -42,6 +42,12 @@ class Family:
     def equal(self) -> bool:
         """Whether every edge of a row has the same logit."""
         return self.exactness.equal_logits
+
+    @property
+    def shows_v(self) -> bool:
+        """Whether V may hold any numbers, and out shows their weights: not in codes, nor before an epilogue."""
+        spec = self.problem.spec
+        return spec.v_codec is None and spec.epilogue.kind is EpilogueKind.NONE
 
     def with_v(self, v: Array, *, integers: bool) -> Family:
         """Other values of V [L, page_size, num_kv_heads, d_vo]; `integers`: their sums are exact where they were."""

@@ -180,6 +180,10 @@ class _Search:
             must = "" if values.kind is Kind.LSE else "out must be 0: "
             yield Clue(Kind.EMPTY, f"the row has no edge: {must}{values.words}", values.gate)
             return
+        if not self.family.shows_v:
+            yield self._values()
+            yield from self._of_tile(Reading())
+            return
         if few_channels(self.seen) and (clue := wrong_channels(self.meter, self.family, *self.row)):
             yield clue
             return

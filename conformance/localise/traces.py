@@ -177,7 +177,8 @@ class _Row:
                     mine = self.tiles[at] == tile
                     so_far = so_far + np.bincount(key[mine], share[mine], minlength=keys)
                     counts.append(so_far)
-                states = tile_states(self.spec, self.group, np.rint(counts).astype(np.int64), self.numerics)
+                whole = np.rint(counts).astype(np.int64)
+                states = tile_states(self.spec, self.group, whole, self.numerics, one_by_one=bool((share == 1).all()))
                 yield from ((int(tile), states, n) for n, tile in enumerate(part) if states.edges[n])
 
     def maximum(self) -> Iterator[Finding]:

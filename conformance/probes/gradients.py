@@ -264,7 +264,8 @@ def _sharp(problem: Problem, inputs: Inputs, call: Call, backend: Backend) -> Bo
         return plain
     sharp = bounds_of(problem, inputs, call, replace(numerics, p=DType.FP32))
     edge = attended_edges(problem, inputs, call)
-    exact = bool((round_to(edge.d_s, numerics.p_backward) == edge.d_s).all() and (call.errors.out < NOT_ROUNDED).all())
+    d_s = edge.d_s * (problem.spec.sm_scale if numerics.scaled_d_s else 1.0)
+    exact = bool((round_to(d_s, numerics.p_backward) == d_s).all() and (call.errors.out < NOT_ROUNDED).all())
     return replace(plain, allowed={**plain.allowed, **(sharp.allowed if exact else {"d_v": sharp.allowed["d_v"]})})
 
 

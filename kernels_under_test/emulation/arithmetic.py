@@ -33,12 +33,12 @@ CUBIC = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.07711908
 class Arithmetic:
     """How the model computes. Everything not named here is FP32, rounded to nearest.
 
-    p, p_offset, out, partial, rotated, reconstructed: as in `Numerics`. exp2: `exact`, `truncated` (to 23 bits) or
-    `cubic`. fraction_bits: 0 for FP32 sums; else products are aligned to the largest of MMA_K terms and truncated to so
-    many bits, as tensor cores do; fp8_mma: as FP8 tensor cores do. tf32: operands of products are rounded to 11
-    significant bits. tile, splits: slots per tile, parts of a row. order: seed of the order of tiles, 0 for that of the
-    slots. lag: octaves by which the running maximum may stay behind. merge_outputs: splits are merged from normalised
-    outputs and their lse.
+    p, p_offset, out, partial, rotated, reconstructed, delta_from_p, scaled_d_s: as in `Numerics`. exp2: `exact`,
+    `truncated` (to 23 bits) or `cubic`. fraction_bits: 0 for FP32 sums; else products are aligned to the largest of
+    MMA_K terms and truncated to so many bits, as tensor cores do; fp8_mma: as FP8 tensor cores do. tf32: operands of
+    products are rounded to 11 significant bits. tile, splits: slots per tile, parts of a row. order: seed of the order
+    of tiles, 0 for that of the slots. lag: octaves by which the running maximum may stay behind. merge_outputs: splits
+    are merged from normalised outputs and their lse.
     """
 
     p: DType | CodecFormat = DType.BF16
@@ -56,6 +56,8 @@ class Arithmetic:
     splits: int = 1
     order: int = 0
     lag: int = 0
+    delta_from_p: bool = False
+    scaled_d_s: bool = False
     merge_outputs: bool = False
 
     @property
@@ -79,6 +81,8 @@ class Arithmetic:
             l_sums_cast_p=self.l_sums_cast_p,
             min_tile=self.tile,
             lag=self.lag,
+            delta_from_p=self.delta_from_p,
+            scaled_d_s=self.scaled_d_s,
             splits=self.splits > 1,
             merges_states=not self.merge_outputs,
             unit_p=True,

@@ -47,12 +47,16 @@ def backward(
     if kept is not None:
         d_p, weights = d_p * kept, p * kept
     delta = (d_out * saved.out).sum(dim=-1)
+    if arithmetic.delta_from_p:
+        delta = (p * d_p).sum(dim=-1)
     d_z = p * (d_p - delta[..., None] + d_lse[..., None])
     if scores.capped is not None:
         d_z = d_z * (1.0 - scores.capped * scores.capped)
+    before, scale = (spec.sm_scale, 1.0) if arithmetic.scaled_d_s else (1.0, spec.sm_scale)
+    d_z = d_z * before
     d_z = cast(d_z, arithmetic.p_backward)
-    d_q = product(d_z, scores.k, arithmetic) * spec.sm_scale
-    d_k = product(d_z.transpose(-1, -2), scores.q, arithmetic) * spec.sm_scale
+    d_q = product(d_z, scores.k, arithmetic) * scale
+    d_k = product(d_z.transpose(-1, -2), scores.q, arithmetic) * scale
     d_v = product(cast(weights, arithmetic.p_backward).transpose(-1, -2), d_out, arithmetic)
     if spec.rope:
         d_q = turned(d_q, rows.query_position[:, None], spec.rope, -1)
