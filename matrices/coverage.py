@@ -1,6 +1,6 @@
 """What a tier covers: of all combinations of levels of t axes that some cell can have, those that a cell of it has.
 
-Counted exactly and apart from whatever made the tier: a combination is feasible where a search finds a full row of
+Counted exactly, apart from whatever makes a tier: a combination is feasible where a search finds a full row of
 levels around it that breaks no constraint; first defaults are tried, then everything.
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -129,7 +128,7 @@ def coverage(
     """Count, exactly, which combinations of levels of so many axes some cell can have, and which of them a tier has.
     Cells with a value that is no level (an empty pattern, a request without keys) cover nothing.
 
-    [bold]sacts matrix coverage -t pr[/]
+    [bold]sacts matrix coverage -t smoke[/]
     """
     from sacts.matrices.coverage import coverage as counted
 
@@ -138,20 +137,6 @@ def coverage(
     print(f"{len(found.covered)} of {len(found.feasible)} feasible combinations of {strength} levels, {share:.1f} %")
     for each in found.missing[:missing]:
         print("missing: " + " ".join(f"{axis}={level}" for axis, level in each))
-
-
-@app.command()
-def generate(
-    path: Annotated[Path, typer.Argument(help="The .cells file to write.")],
-    strength: Annotated[int, typer.Option(min=1, max=3, help="Axes of a combination.")] = 2,
-) -> None:
-    """Make a tier that covers every feasible combination of levels of so many axes. Takes minutes.
-
-    [bold]sacts matrix generate --strength 2 matrices/cells/pr.cells[/]
-    """
-    from sacts.matrices import generate as maker
-
-    records.replace_file(path, maker.file_text(strength, maker.rows(strength)).encode())
 
 
 class Form(StrEnum):
