@@ -51,6 +51,7 @@ class Worker:
         self._replies = -1
         self._buffer = b""
         self._stderr: IO[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # the child's temporary files, gone with it
 
     def __enter__(self) -> Worker:
         return self
@@ -136,7 +137,9 @@ class Worker:
         os.close(self._replies)
         if self._stderr is not None:
             self._stderr.close()
-        self._process, self._stderr, self._buffer = None, None, b""
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._process, self._stderr, self._folder, self._buffer = None, None, None, b""
 
     def _said(self) -> str:
         """The end of what the child wrote to standard error."""
@@ -151,6 +154,8 @@ class Worker:
         environment.pop("TRITON_INTERPRET", None)  # it binds when a kernel is decorated: only ever set in the child
         if self.device == "cpu":
             environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        self._folder = tempfile.TemporaryDirectory(prefix="sacts-", ignore_cleanup_errors=True)
+        environment["TMPDIR"] = self._folder.name
         limits = (str(self.limits.launch), str(self.limits.first))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child, see close()
         self._process = subprocess.Popen(

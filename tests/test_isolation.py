@@ -1,5 +1,6 @@
 """A crash, a hang, an exception, garbage: one cell each, and the cells after it are judged."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,15 @@ def test_a_file_without_run_is_named(tmp_path: Path) -> None:
     empty.write_text("")
     with Worker(str(empty)) as worker:
         assert "has no callable `run(case, plan=None)`" in worker.judge(cell(20)).sentence
+
+
+def test_what_a_child_leaves_in_the_temporary_folder_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seeded fault is a patched copy of a backend, and the child is killed, not ended."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    worker = Worker("sacts.kernels_under_test.faults:last_tile_dropped")
+    assert worker.judge("decode/fp16/kv:17/pattern:all").verdict is not Verdict.SUITE_ERROR
+    assert list(tmp_path.glob("*/sacts-fault-*"))
+    worker.close()
+    assert not list(tmp_path.iterdir())
