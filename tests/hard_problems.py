@@ -283,14 +283,17 @@ def _turned_codes() -> Hard:
 
 
 def _small_weights() -> Hard:
-    """Keys of logits far below whose products cancel: their weights may err by more than themselves."""
-    random, s = np.random.default_rng(1), 1600.0
-    q, k = np.zeros(8), np.zeros((2, 8))
-    q[:2] = np.sqrt(s) * (1 + random.random(2) / 3)
-    k[1, 0], k[1, 1] = q[1], -q[0] * (1 + 4e-3)
+    """A key at a logit of -6 that is a difference of products of 400, rounded to BF16: its weight may err by more than
+    itself.
+    """
+    size, wanted, up, down = 400.0, -6.0, 1 + 1.01 * 2.0**-8, 1 + 0.99 * 2.0**-8  # beside a midpoint of BF16
+    q = np.float32([0, 0, *[up] * 8, *[down] * 8, 1, 0]).astype(np.float64)
+    k = np.zeros((2, 20))
+    k[1, 2:10], k[1, 10:18] = np.float32(up), -np.float32(down)
+    k[1, 18] = torch.tensor(wanted / (size / 16) - float(q @ k[1])).bfloat16().item()
     how = Arithmetic(p=DType.FP32, out=DType.FP32, rotated=DType.BF16)
-    spec = replace(BASE, rope=RoPE(8, 1e6), sm_scale=1.0)
-    return two_keys(spec, np.float32(q).astype(np.float64), np.float32(k).astype(np.float64), np.eye(2), [0, 1], how)
+    spec = replace(BASE, rope=RoPE(2, 100.0), sm_scale=size / 16)
+    return two_keys(spec, q, k, np.array([[1.0, 0.0], [-1.0, 1.0]]), [0, 1], how)
 
 
 NAMED = {
