@@ -37,7 +37,7 @@ class Problem(NamedTuple):
 def problem_of(qo_len: int, entries: int, **terms: object) -> Problem:
     """`entries` random tokens in each row."""
     lengths = (SEQ_LEN,) * BATCH, (qo_len,) * BATCH
-    spec = AttentionSpec(*HEADS, DIM, DIM, PAGE, *lengths, DType.FP32, DIM**-0.5, **terms)  # type: ignore[arg-type]
+    spec = AttentionSpec(*HEADS, DIM, DIM, PAGE, *lengths, DType.FP32, DIM**-0.5, **terms)  # type: ignore[arg-type]  # terms by field name
     random, pages = np.random.default_rng(0), SEQ_LEN // PAGE
     order = random.permutation(BATCH * pages).reshape(BATCH, pages)
     table = PageTable(order, PAGE, BATCH * pages, tuple(frozenset(row.tolist()) for row in order))
@@ -90,7 +90,7 @@ def test_backward_takes_at_most_three_times_forward(
     )
     once, bare, whole = (1e3 * min(side) for side in zip(*(map(seconds, runs) for _ in range(ROUNDS)), strict=True))
     benchmark.extra_info.update(forward_ms=once, backward_ms=bare, with_errors_ms=whole, ratio=bare / once)
-    benchmark.pedantic(runs[1], rounds=3)  # type: ignore[no-untyped-call]
+    benchmark.pedantic(runs[1], rounds=3)  # type: ignore[no-untyped-call]  # pytest-benchmark is untyped
     name = request.node.callspec.id
     print(
         f"{name}: forward {once:.1f} ms, backward {bare:.1f} ms ({bare / once:.2f}x), "

@@ -96,7 +96,7 @@ def test_the_reference_is_faster_than_dense_torch(benchmark: BenchmarkFixture, q
     pairs = [(seconds(dense), seconds(lambda: forward(*problem))) for _ in range(ROUNDS)]
     theirs, ours = (min(side) for side in zip(*pairs, strict=True))
     benchmark.extra_info.update(torch_ms=1e3 * theirs, reference_ms=1e3 * ours, ratio=theirs / ours)
-    benchmark.pedantic(lambda: forward(*problem), rounds=5)  # type: ignore[no-untyped-call]
+    benchmark.pedantic(lambda: forward(*problem), rounds=5)  # type: ignore[no-untyped-call]  # pytest-benchmark is untyped
     print(f"q {qo_len}: torch {1e3 * theirs:.1f} ms, reference {1e3 * ours:.1f} ms, ratio {theirs / ours:.2f}")
     assert theirs / ours >= target
 
@@ -106,7 +106,7 @@ def test_a_tiny_case_takes_at_most_a_seventh_of_a_millisecond_per_head_group(ben
     problem = problem_of(Shape(4, (16, 4), 64, 17, 33, 16))
     best = min(seconds(lambda: forward(*problem)) for _ in range(20 * ROUNDS)) / 16
     benchmark.extra_info.update(ms_per_head_group=1e3 * best)
-    benchmark.pedantic(lambda: forward(*problem), rounds=50)  # type: ignore[no-untyped-call]
+    benchmark.pedantic(lambda: forward(*problem), rounds=50)  # type: ignore[no-untyped-call]  # pytest-benchmark is untyped
     print(f"tiny: {1e3 * best:.3f} ms a head group")
     assert best <= 0.15e-3
 
@@ -115,6 +115,6 @@ def test_a_decode_of_264_pages_of_64k_tokens_takes_under_half_a_second(benchmark
     problem = problem_of(Shape(1, (32, 8), 128, 1, 65536, 264, 16))
     best = min(seconds(lambda: forward(*problem)) for _ in range(ROUNDS))
     benchmark.extra_info.update(ms=1e3 * best)
-    benchmark.pedantic(lambda: forward(*problem), rounds=5)  # type: ignore[no-untyped-call]
+    benchmark.pedantic(lambda: forward(*problem), rounds=5)  # type: ignore[no-untyped-call]  # pytest-benchmark is untyped
     print(f"64K decode: {1e3 * best:.1f} ms")
     assert best < 0.5

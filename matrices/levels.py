@@ -82,9 +82,9 @@ def cell_of(row: Row) -> Cell:
     """The cell of a full row. Raises CellError where a constraint forbids it."""
     values = values_of(row)
     for constraint in MODEL_CONSTRAINTS:
-        if not constraint.holds(SimpleNamespace(**values)):  # type: ignore[arg-type]
+        if not constraint.holds(SimpleNamespace(**values)):  # type: ignore[arg-type]  # values by axis name
             raise CellError(constraint.because)
-    return Cell(**values)  # type: ignore[arg-type]
+    return Cell(**values)  # type: ignore[arg-type]  # values by axis name
 
 
 def levels_of(cell: Cell) -> dict[str, tuple[str, ...]]:
@@ -109,7 +109,7 @@ class Table:
         self.allowed = frozenset(
             levels
             for levels in product(*(LEVELS[axis] for axis in self.axes))
-            if constraint.holds(_stub(dict(zip(self.axes, levels, strict=True))))  # type: ignore[arg-type]
+            if constraint.holds(_stub(dict(zip(self.axes, levels, strict=True))))  # type: ignore[arg-type]  # values by axis name
         )
 
         self._parts: dict[tuple[int, ...], frozenset[tuple[str, ...]]] = {}
@@ -126,7 +126,7 @@ def _stub(row: Row) -> SimpleNamespace:
     """What a constraint looks at: the axes that it names, and queries by request."""
     values = values_of(row)
     kv, q = values.get("kv", ()), values.get("q", ())
-    return SimpleNamespace(**values, qo_lens=q or (1,) * len(kv))  # type: ignore[arg-type]
+    return SimpleNamespace(**values, qo_lens=q or (1,) * len(kv))  # type: ignore[arg-type]  # values by axis name
 
 
 TABLES = tuple(Table(constraint) for constraint in (*CONSTRAINTS, *MODEL_CONSTRAINTS))

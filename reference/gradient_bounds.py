@@ -26,7 +26,6 @@ from .logit_bounds import (
     U32,
     Rounding,
     accumulation,
-    angle_errors,
     gamma,
     logit_error,
     pair_norms,
@@ -35,7 +34,8 @@ from .logit_bounds import (
 )
 from .numerics import Numerics
 from .paging import PageTable, scatter
-from .spec import AttentionSpec, DType, EpilogueKind, RoPE
+from .spec import AttentionSpec, DType, EpilogueKind
+from .turn_bounds import by_key, converted, turn_errors, turned, with_pairs
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -260,11 +260,11 @@ def _query_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edge
     flushed = (1 + scale) * FLUSH * (terms + 1)
     parts = [error, (accumulation(terms, numerics) + tiles * U32) * sizes + flushed, np.maximum(tiles - 1, 0) * sizes]
     if spec.rope:
-        turned = [_turned(spec.rope, x, group.query_position[..., None]) for x in parts]
-        norm = _converted(pair_norms(spec.rope, group.k), _rotated(spec, numerics))
-        turns = scale * _turn_errors(spec.rope, group, numerics, e.reach, norm, of_key=False)
-        turned[0] = _with_pairs(spec.rope, turned[0], turns)
-        parts = turned
+        back = [turned(spec.rope, x, group.query_position[..., None]) for x in parts]
+        norm = converted(pair_norms(spec.rope, group.k), _rotated(spec, numerics))
+        turns = scale * turn_errors(spec.rope, group, numerics, e.reach, norm, of_key=False)
+        back[0] = with_pairs(spec.rope, back[0], turns)
+        parts = back
     return _QueryTerms(*parts)
 
 
@@ -273,14 +273,14 @@ def _key_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges)
     scale, cast, b = abs(spec.sm_scale), _rotated(spec, numerics), len(group.q)
     q = group.q.reshape(b, -1, group.q.shape[-1])
     alone = e.x + e.steep * (1 + e.eta) * e.d_error[..., None] + e.rounded
-    error, sizes = (_by_key(x) @ np.abs(q) for x in (alone, e.reach))
-    operands = (2 * numerics.u_operand + cast.u) * sizes + cast.a * _by_key(e.reach).sum(-1)[..., None]
+    error, sizes = (by_key(x) @ np.abs(q) for x in (alone, e.reach))
+    operands = (2 * numerics.u_operand + cast.u) * sizes + cast.a * by_key(e.reach).sum(-1)[..., None]
     error, sizes = scale * (error + operands), scale * (sizes + operands)
     if spec.rope:
-        norm = _converted(pair_norms(spec.rope, q), cast)
-        turns = scale * _turn_errors(spec.rope, group, numerics, e.reach, norm, of_key=True)
-        error, sizes = (_turned(spec.rope, each, group.key_position) for each in (error, sizes))
-        error = _with_pairs(spec.rope, error, turns)
+        norm = converted(pair_norms(spec.rope, q), cast)
+        turns = scale * turn_errors(spec.rope, group, numerics, e.reach, norm, of_key=True)
+        error, sizes = (turned(spec.rope, each, group.key_position) for each in (error, sizes))
+        error = with_pairs(spec.rope, error, turns)
     return error, sizes
 
 
@@ -290,23 +290,13 @@ def _value_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edge
     own = e.eta + dropout * (1 + e.eta) if spec.dropout else e.eta
     alone = e.dropped * (own + cast.u * (1 + own)) + (cast.a + FLUSH) * e.visits / share
     rows = d_out.reshape(len(d_out), -1, d_out.shape[-1])
-    error, sizes = (_by_key(x) @ rows for x in (alone, e.dropped + alone))
+    error, sizes = (by_key(x) @ rows for x in (alone, e.dropped + alone))
     return error + 2 * numerics.u_operand * sizes, sizes
-
-
-def _by_key(x: Array) -> Array:
-    """[b, r, g, S] -> [b, S, r g]."""
-    return x.reshape(len(x), -1, x.shape[-1]).swapaxes(1, 2)
 
 
 def _rotated(spec: AttentionSpec, numerics: Numerics) -> Rounding:
     """Of q and K on their way into a product: nothing where the kernel does not turn them."""
     return rounding(numerics.rotated) if spec.rope else Rounding(0.0, 0.0)
-
-
-def _converted(x: Array, cast: Rounding) -> Array:
-    """The largest norm of a pair that is rounded to a format."""
-    return x * (1 + cast.u) + 2 * cast.a
 
 
 def _operand_errors(spec: AttentionSpec, group: Group, numerics: Numerics, reach: Array, sizes: Array) -> Array:
@@ -331,40 +321,6 @@ def _add_keys(total: _KeyTerms, group: Group, keys: KeySums, offset: int, part: 
         total.error[mine] += part[0][b][some]
         total.sizes[mine] += part[1][b][some]
         total.terms[mine] += terms[b][some]
-
-
-def _turned(rope: RoPE, x: Array, position: NDArray[np.int64]) -> Array:
-    """A bound of each channel [..., d] after a turn by the positions [...]."""
-    first, second = scores.pairs(rope)
-    angle = position[..., None] * scores.frequencies(rope)
-    cos, sin = np.abs(np.cos(angle)), np.abs(np.sin(angle))
-    turned = np.array(x)
-    turned[..., first] = cos * x[..., first] + sin * x[..., second]
-    turned[..., second] = cos * x[..., second] + sin * x[..., first]
-    return turned
-
-
-def _with_pairs(rope: RoPE, x: Array, by_pair: Array) -> Array:
-    """x [..., d] + what each pair of channels may be off by [..., rotary_dim / 2]."""
-    for channels in scores.pairs(rope):
-        x[..., channels] += by_pair
-    return x
-
-
-def _turn_errors(rope: RoPE, group: Group, numerics: Numerics, reach: Array, norm: Array, *, of_key: bool) -> Array:
-    """How far the pairs of a gradient may be off since angles are: of d_q [b, r, g, pairs] by the keys, or (of_key) of
-    d_k [b, S, pairs] by the queries; `norm` of the other operand's pairs. As for a logit, a wrong frequency counts by
-    the distance only.
-    """
-    wrong = angle_errors(rope, group, numerics)
-    total = np.zeros(())
-    for weights, by_pair in (
-        (reach * wrong.distance, wrong.frequency),
-        (reach * wrong.farthest, wrong.rounding),
-        (2 * wrong.sine * reach, np.ones_like(wrong.frequency)),
-    ):
-        total = total + (_by_key(weights) @ norm if of_key else weights @ norm[:, None]) * by_pair
-    return total * (1 + float(wrong.second_order.max(initial=0.0)))
 
 
 def _atomic(terms: Array, numerics: Numerics) -> Array:

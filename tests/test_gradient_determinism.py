@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_determinism_levels import SHOWS_AT, VARIATIONS
 
 from sacts.conformance.adapter import Backend, Case, Determinism, Gradients, Saved
 from sacts.conformance.build import build
@@ -37,18 +38,6 @@ class Varying(Dense):
         found = super().backward(case, saved, d_out, d_lse)
         getattr(found, self.output).mul_(1 + self.choose(case, self.launches) % 4 * 2.0**-23)
         return found
-
-
-VARIATIONS: dict[Determinism, Callable[[Case, int], int]] = {
-    Determinism.RUN_TO_RUN: lambda case, launch: launch,
-    Determinism.SCHEDULE: lambda case, launch: case.hints.num_splits,
-    Determinism.BATCH_INVARIANT: lambda case, launch: case.spec.num_requests,
-    Determinism.PLACEMENT_INVARIANT: lambda case, launch: int(case.page_table[0, 0]),
-}
-SHOWS_AT = {level: {level} for level in VARIATIONS} | {
-    Determinism.RUN_TO_RUN: set(VARIATIONS),
-    Determinism.PLACEMENT_INVARIANT: {Determinism.PLACEMENT_INVARIANT, Determinism.BATCH_INVARIANT},
-}
 
 
 def measured(adapter: Any) -> dict[tuple[str, str], Measurement]:

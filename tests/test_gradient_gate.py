@@ -135,12 +135,13 @@ def test_a_right_backward_passes_whatever_the_cell(adapter: type, cell: str) -> 
     assert found.probes["gradients"].said == "judged"
 
 
-@pytest.mark.skipif(not REPLICATES, reason="a campaign: SACTS_GRADIENTS=20")
 @pytest.mark.parametrize("how", ARITHMETICS.values(), ids=ARITHMETICS)
 def test_no_cell_of_a_campaign_raises_an_alarm(how: dict[str, Any]) -> None:
+    """A tenth of the cells, once, where no campaign is asked for."""
     launcher, largest, said, alarms = Launcher(Backend(emulation(how)), "cpu"), dict[str, float](), Counter[str](), []
-    for replicate in range(REPLICATES):
-        for cell in tiers.load(tiers.path_of("smoke")):
+    cells = tiers.load(tiers.path_of("smoke"))
+    for replicate in range(max(REPLICATES, 1)):
+        for cell in cells if REPLICATES else cells[::10]:
             found = judge_gradients(launcher, build(cell, replicate))
             said[found.said] += 1
             if found.finding:

@@ -8,11 +8,11 @@ import numpy as np
 
 from sacts.reports.records import Finding, Gate
 
-from ..launch import Observed, place_of
+from ..launch import Observed
 from ..probes.copies import Copy
 from ..probes.dropout import mistakes
 from .intervals import largest, lse_use
-from .witnesses import Worst, worst_of
+from .witnesses import Worst, judge_explained
 
 ALIKE = 0.05  # distance to what a mistake yields / distance to what is right, up to which the mistake explains a result
 WHOLE = 0.1  # edges by which the kept mass may be off a whole number
@@ -23,21 +23,9 @@ def judge_dropout(copies: Sequence[Copy], observed: Sequence[Observed], *, expla
     a_j / (1 - p), the denominator every edge. A wrong result that neither is a known mistake nor keeps whole edges
     under a right lse is left to the other gates, unless `explained` is False.
     """
-    for copy, seen in zip(copies, observed, strict=True):
-        worst = worst_of(copy, seen, "dropout")
-        if worst is None or worst.use <= 1:
-            continue
-        words = _explanation(copy, seen, worst)
-        if not words and explained:
-            continue
-        at = worst.token, worst.head, worst.channel
-        place = place_of(copy.problem.spec, worst.token, worst.head)
-        sentence = (
-            f"{place}, channel {worst.channel}: out {seen.out[at]:.7g}, allowed {copy.expected.out_lo[at]:.7g} to "
-            f"{copy.expected.out_hi[at]:.7g} (dropout): {words or 'no other mask explains it'}"
-        )
-        return Finding(Gate.DROPOUT, place, sentence, use=worst.use)
-    return None
+    return judge_explained(
+        Gate.DROPOUT, _explanation, "no other mask explains it", copies, observed, explained=explained
+    )
 
 
 def _explanation(copy: Copy, seen: Observed, worst: Worst) -> str:

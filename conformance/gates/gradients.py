@@ -86,11 +86,6 @@ def uses(bounds: Bounds, observed: ObservedGradients) -> dict[str, Array]:
     return found
 
 
-def of_value(bounds: Bounds) -> dict[str, NDArray[np.bool_]]:
-    """Elements that would reject a zero, by output."""
-    return {name: (of.low > 0) | (of.high < 0) for name, of in bounds.allowed.items()}
-
-
 def unbounded(bounds: Bounds) -> tuple[int, int]:
     """How many elements have no bound, of how many."""
     parts = [np.isinf(of.half_width) for of in bounds.allowed.values()]

@@ -10,10 +10,10 @@ from sacts.reports.records import Finding, Gate
 
 from .. import sample
 from ..draw import Array
-from ..launch import Observed, place_of
+from ..launch import Observed
 from ..probes.copies import Copy
 from ..probes.scale import mistakes, single_pages
-from .witnesses import worst_of
+from .witnesses import Worst, judge_explained
 
 ALIKE = 0.05  # distance to what a mistake yields / distance to what is right, up to which the mistake explains a result
 LIKELIER = 0.5  # so much nearer must a mistake about one page be than one about all
@@ -25,30 +25,19 @@ def judge_scale(copies: Sequence[Copy], observed: Sequence[Observed], *, explain
     page, head, token and channel, as the codec's granularity says. Where a wrong result is no mistake about these it is
     left to the other gates, unless `explained` is False.
     """
-    for copy, seen in zip(copies, observed, strict=True):
-        worst = worst_of(copy, seen, "scale")
-        if worst is None or worst.use <= 1:
-            continue
-        words = _explanation(copy, seen, worst.token)
-        if not words and explained:
-            continue
-        at = worst.token, worst.head, worst.channel
-        place = place_of(copy.problem.spec, worst.token, worst.head)
-        sentence = (
-            f"{place}, channel {worst.channel}: out {seen.out[at]:.7g}, allowed {copy.expected.out_lo[at]:.7g} to "
-            f"{copy.expected.out_hi[at]:.7g} (scale): {words or 'no scale of a neighbour explains it'}"
-        )
-        return Finding(Gate.SCALE, place, sentence, use=worst.use)
-    return None
+    return judge_explained(
+        Gate.SCALE, _explanation, "no scale of a neighbour explains it", copies, observed, explained=explained
+    )
 
 
-def _explanation(copy: Copy, seen: Observed, token: int) -> str:
+def _explanation(copy: Copy, seen: Observed, worst: Worst) -> str:
     """The mistake that yields what was observed in the rows of the worst token: of all scales, which must then explain
     all rows, or of one page.
     """
     if not np.isfinite(seen.out).all():
         return ""
-    spec, tokens = copy.problem.spec, slice(token, token + 1)
+    spec, token = copy.problem.spec, worst.token
+    tokens = slice(token, token + 1)
     row = sample.only(copy.problem, np.arange(token * spec.num_kv_heads, (token + 1) * spec.num_kv_heads))
     live = np.flatnonzero(row.needed.any(axis=(1, 2)))[:PAGES]
     best, nearest = "", ALIKE * _apart(copy, seen, copy.expected.out, tokens)

@@ -45,6 +45,35 @@ def worst_of(copy: Copy, observed: Observed, probe: str) -> Worst | None:
     return Worst(token, head, channel, float(use[token, head, channel]), int((use > 1).sum()))
 
 
+def judge_explained(
+    gate: Gate,
+    explain: Callable[[Copy, Observed, Worst], str],
+    otherwise: str,
+    copies: Sequence[Copy],
+    observed: Sequence[Observed],
+    *,
+    explained: bool,
+) -> Finding | None:
+    """The worst element of the probe that is named as its gate, in the first copy where it is outside and `explain`
+    says by which mistake. A copy without such words is passed over, unless `explained` is False.
+    """
+    for copy, seen in zip(copies, observed, strict=True):
+        worst = worst_of(copy, seen, gate)
+        if worst is None or worst.use <= 1:
+            continue
+        words = explain(copy, seen, worst)
+        if not words and explained:
+            continue
+        at = worst.token, worst.head, worst.channel
+        place = place_of(copy.problem.spec, worst.token, worst.head)
+        sentence = (
+            f"{place}, channel {worst.channel}: out {seen.out[at]:.7g}, allowed {copy.expected.out_lo[at]:.7g} to "
+            f"{copy.expected.out_hi[at]:.7g} ({gate}): {words or otherwise}"
+        )
+        return Finding(gate, place, sentence, use=worst.use)
+    return None
+
+
 def renamed(copy: Copy, words: str) -> str:
     """Words about a copy in the cell's own names; a witness copy is of the last query of one request."""
     if copy.witness is None:
