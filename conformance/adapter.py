@@ -8,7 +8,7 @@ Everything else is optional: `name`, `capabilities`, `support(spec)`, `workspace
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -196,6 +196,8 @@ class Capabilities:
     `determinism` by output ("out", "lse", "d_q", "d_k", "d_v"): the levels that are promised; none: results vary within
     their bounds. `d_lse`: backward takes a gradient of lse. `reads_saved`: backward takes P from the lse and D from the
     out that it is fed; one that does not (it runs its own forward again) is judged end to end, more loosely.
+    `plan_keeps`: the fields of `Case` whose contents a plan has taken, so that it holds while these stay and all others
+    may change in place; None: a plan holds for one run. `graph`: `run` may be recorded as a CUDA graph and replayed.
     """
 
     consumes: Consumes = Consumes.VALIDATED
@@ -214,6 +216,8 @@ class Capabilities:
     numerics: Mapping[DType, Numerics] = field(default_factory=dict)
     d_lse: bool = False
     reads_saved: bool = True
+    plan_keeps: frozenset[str] | None = None
+    graph: bool = False
 
     def numerics_of(self, dtype: DType) -> Numerics:
         """The numerics contract for one dtype."""
@@ -293,14 +297,22 @@ class Backend:
         return int(size(case)) if size else 0
 
     @property
+    def plans(self) -> bool:
+        """Whether the adapter has `plan`."""
+        return hasattr(self.adapter, "plan")
+
+    def planned(self, case: Case) -> tuple[Any, ...]:
+        """Its plan for a case, as a last argument; nothing where it does not plan."""
+        return (self.adapter.plan(case),) if self.plans else ()
+
+    @property
     def traces(self) -> bool:
         """Whether the adapter has `trace`."""
         return hasattr(self.adapter, "trace")
 
     def trace(self, case: Case) -> Trace:
         """What it computed on its way."""
-        plan = getattr(self.adapter, "plan", None)
-        return self.adapter.trace(case, plan(case) if plan else None)  # type: ignore[no-any-return]  # an adapter is untyped; its answer is checked
+        return self.adapter.trace(case, *(self.planned(case) or (None,)))  # type: ignore[no-any-return]  # an adapter is untyped; its answer is checked
 
     @property
     def normalizes(self) -> bool:
@@ -311,11 +323,8 @@ class Backend:
         """What it makes of the lists."""
         return self.adapter.normalize(case)  # type: ignore[no-any-return]  # an adapter is untyped; its answer is checked
 
-    def run(self, case: Case, between: Callable[[], object] = lambda: None) -> Outputs:
-        """Plan where the adapter plans, do what stands `between`, then run."""
-        planner = getattr(self.adapter, "plan", None)
-        planned = (planner(case),) if planner else ()
-        between()
+    def run(self, case: Case, planned: tuple[Any, ...] = ()) -> Outputs:
+        """Run, under a plan where there is one."""
         return self.adapter.run(case, *planned)  # type: ignore[no-any-return]  # an adapter is untyped; its answer is checked
 
     @property
@@ -323,8 +332,14 @@ class Backend:
         """Whether the adapter offers gradients."""
         return callable(getattr(self.adapter, "backward", None))
 
-    def backward(self, case: Case, saved: Saved, d_out: torch.Tensor, d_lse: torch.Tensor | None) -> Gradients:
-        """Plan where the adapter plans, then the gradients of sum(d_out * out) + sum(d_lse * lse), lse natural."""
-        plan = getattr(self.adapter, "plan", None)
-        made = {"plan": plan(case)} if plan else {}
+    def backward(
+        self,
+        case: Case,
+        saved: Saved,
+        d_out: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        planned: tuple[Any, ...] = (),
+    ) -> Gradients:
+        """The gradients of sum(d_out * out) + sum(d_lse * lse), lse natural, under a plan where there is one."""
+        made = dict(zip(("plan",), planned, strict=False))
         return self.adapter.backward(case, saved, d_out, d_lse, **made)  # type: ignore[no-any-return]  # an adapter is untyped; its answer is checked

@@ -126,6 +126,17 @@ class _Backward(Launched[ObservedGradients]):
             made["d_sink"] = tensors.Guarded.make((spec.num_qo_heads,), torch.float32, self.device)
         return made
 
+    def given(self) -> dict[str, torch.Tensor]:
+        return self._given
+
+    def blank(self, live: torch.Tensor) -> None:
+        super().blank(live)
+        for name, each in self._buffers.items():
+            if name in ("d_k", "d_v"):  # the rest of a large pool is never touched
+                each.inner[live] = 0
+            else:
+                each.blank()
+
     @cached_property
     def _given(self) -> dict[str, torch.Tensor]:
         spec, d_lse = self.problem.spec, None
@@ -142,11 +153,10 @@ class _Backward(Launched[ObservedGradients]):
         case, live = super().case()
         return replace(case, gradients=Gradients(**{name: each.inner for name, each in self._buffers.items()})), live
 
-    def call(self, case: Case) -> Any:
+    def call(self, case: Case, planned: tuple[Any, ...]) -> Any:
         given = self._given
-        return self.backend.backward(
-            case, Saved(given["saved.out"], given["saved.lse"]), given["d_out"], given.get("d_lse")
-        )
+        saved = Saved(given["saved.out"], given["saved.lse"])
+        return self.backend.backward(case, saved, given["d_out"], given.get("d_lse"), planned)
 
     def watched(self, case: Case, live: torch.Tensor) -> dict[str, torch.Tensor]:
         return super().watched(case, live) | self._given

@@ -25,6 +25,7 @@ from .draw import Array, Draw, Ints
 from .terms import terms_of
 
 WINDOW, SINKS = 16, 4  # of the pattern `union`
+HOT = 16  # entries that every row names, of the pattern `hot`
 STALE_COLUMNS = 2  # page-table columns beyond the longest request
 EXAMPLE_TOKENS, EXAMPLE_PAGES = (1, 2, 63, 64, 65, 127), (41, 7)
 
@@ -101,7 +102,7 @@ def build(
         num_qo_heads=cell.heads[0],
         num_kv_heads=cell.heads[1],
         head_dim_qk=cell.dim,
-        head_dim_vo=cell.dim,
+        head_dim_vo=cell.vdim or cell.dim,
         page_size=cell.page,
         seq_lens=cell.kv,
         qo_lens=cell.qo_lens,
@@ -260,6 +261,16 @@ def _clustered(n: int, draw: Draw) -> Ints:
     return entries[entries < n][::-1]
 
 
+def _contiguous(n: int, draw: Draw) -> Ints:
+    run = -(-n // 4)
+    return np.arange(run) + draw.integer(0, n - run + 1)
+
+
+def _hot(n: int, draw: Draw) -> Ints:
+    hot = np.arange(min(n, HOT))
+    return np.concatenate((np.setdiff1d(draw.permutation(n)[: n // 8], hot), hot))
+
+
 def _duplicates(n: int, draw: Draw) -> Ints:
     entries = _scattered(n, draw)
     entries = np.concatenate((entries, entries[::3]))
@@ -295,6 +306,8 @@ def _case64k(n: int, draw: Draw) -> Ints:
 _PATTERNS: dict[str, Callable[[int, Draw], Ints]] = {
     "scattered": _scattered,
     "clustered": _clustered,
+    "contiguous": _contiguous,
+    "hot": _hot,
     "all": lambda n, draw: draw.permutation(n),
     "one": lambda n, draw: draw.permutation(n)[:1],
     "empty": lambda n, draw: np.zeros(0, np.int64),

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from sacts.matrices.axes import Execution
 from sacts.matrices.cell import parse
 from sacts.reports.records import Finding, Record, Verdict
 
@@ -28,6 +29,7 @@ from .launch import AdapterRaised, ContractBroken, Launcher
 from .loading import AdapterError, load
 from .localise.launches import BUDGET
 from .localise.locate import locate
+from .status import status_of
 
 
 class Order(msgspec.Struct, tag="judge"):
@@ -216,11 +218,12 @@ class Child:
     def _state(self, order: Ask) -> Stated:
         launcher = self._launcher({})
         capabilities = launcher.backend.capabilities
-        specs = {cell: conventions.problem_for(parse(cell), 0, capabilities).spec for cell in order.cells}
-        return Stated({cell: str(launcher.support(spec)) for cell, spec in specs.items()})
+        problems = {cell: conventions.problem_for(parse(cell), 0, capabilities) for cell in order.cells}
+        return Stated({cell: str(status_of(launcher, x.cell, x.spec).support) for cell, x in problems.items()})
 
     def _measure(self, order: Measure) -> Measured:
-        launcher, cell = self._launcher({}), parse(order.cell)
+        cell = parse(order.cell)
+        launcher = self._launcher({}).executing(Execution(cell.exec))
         if not order.repeats:
             digests = determinism.digests(launcher, cell, order.replicate)
             digests |= gradient_determinism.digests(launcher, cell, order.replicate)
@@ -231,8 +234,9 @@ class Child:
         return Measured(found + gradient_determinism.measure(launcher, cell, order.replicate, order.repeats))
 
     def _locate(self, order: Locate) -> Located:
-        launcher = self._launcher({})
-        problem = conventions.problem_for(parse(order.cell), order.replicate, launcher.backend.capabilities)
+        cell = parse(order.cell)
+        launcher = self._launcher({}).executing(Execution(cell.exec))
+        problem = conventions.problem_for(cell, order.replicate, launcher.backend.capabilities)
         try:
             found = locate(launcher, problem, budget=order.budget)
             if found:

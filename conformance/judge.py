@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+import msgspec
 import numpy as np
 
+from sacts.matrices.axes import Execution, Phase
 from sacts.matrices.cell import Cell
 from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sample, Verdict
 
 from . import conventions, inspection, sample
 from .adapter import Refused, Support
+from .batch import join
 from .build import Problem
 from .determinism import outputs
 from .diagnosis import GATE_OF, Batch, batches, diagnose, diagnose_bits, diagnose_drawn, use_of
@@ -25,8 +28,13 @@ from .launch import AdapterRaised, ContractBroken, Launcher, Observed
 from .probes.applicability import terms_of
 from .probes.copies import Copy, copies
 from .probes.inputs import RANDOM
+from .status import status_of
 
 ALWAYS = ("random", "count")  # also of rows without an edge, which must be exactly empty
+BEHIND = {
+    Execution.REUSE: "behind a run on other lists, pages and data in the same memory",
+    Execution.GRAPH: "as the replay of a graph that was recorded on other lists, pages and data",
+}
 EXACT = "exact"  # the sample of rows that gates A and count judge
 NOT_OFFERED, NOT_REACHED, NOT_APPLICABLE = "not offered", "not reached", "not applicable"
 
@@ -95,10 +103,12 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     try:
         capabilities = launcher.backend.capabilities
         problem = conventions.problem_for(cell, replicate, capabilities)
-        support = launcher.support(problem.spec)
+        status = status_of(launcher, cell, problem.spec)
         lost = conventions.converted(problem, capabilities)
-        sheet.record = _with(sheet.record, status=str(support), converted=lost)
-        return _judge(launcher, problem, support, sheet)
+        sheet.record = _with(sheet.record, status=str(status.support), converted=lost)
+        if not status.asked:
+            return sheet.close(Verdict.REFUSED, status.support.reason)
+        return _judge(launcher.executing(Execution(cell.exec)), problem, status.support, sheet)
     except ContractBroken as broken:
         sheet.gates[Gate.CONTRACT] = "fail"
         return sheet.close(Verdict.FAIL, broken.finding.sentence, broken.finding)
@@ -119,17 +129,33 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
             return sheet.close(Verdict.FAIL, listed.sentence, listed)
     else:
         sheet.gates[Gate.INDEX] = NOT_OFFERED
+    if problem.cell.phase == Phase.INDEX:
+        sheet.gates |= dict.fromkeys((gate for gate in Gate if gate not in (Gate.CONTRACT, Gate.INDEX)), NOT_APPLICABLE)
+        sheet.reach(None)
+        return sheet.close(Verdict.PASS)
+    eager = launcher.executing(Execution.EAGER)
+    if launcher is eager:
+        sheet.gates[Gate.REUSE] = NOT_APPLICABLE
     if not terms_of(problem.spec):
         sheet.gates[Gate.TERMS] = NOT_APPLICABLE
     sheet.gates[Gate.LOGITS] = NOT_APPLICABLE  # of a trace, which only a failure asks for
     made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
     sheet.probes.update(_told(made))
     sheet.samples.update(_sampled(made[0]))
-    finding = _finding(launcher, made, sheet)
+    finding = _executed(
+        launcher, lambda each: _finding(each, made, sheet), lambda: _finding(eager, [*made, made[0]], sheet)
+    )
     if finding is None or finding.gate is Gate.DETERMINISM:  # gradients are blamed before promises of bits
         if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
             sheet.gates[Gate.MERGE] = NOT_APPLICABLE
-        finding = _of_gradients(launcher, problem, sheet) or finding
+        finding = (
+            _executed(
+                launcher,
+                lambda each: _of_gradients(each, problem, sheet),
+                lambda: _of_gradients(eager, join([problem, problem]), sheet),
+            )
+            or finding
+        )
     if finding is not None:
         sheet.reach(finding.gate)
         if finding.use is not None:
@@ -151,6 +177,24 @@ def _judge_refusal(launcher: Launcher, problem: Problem, support: Support, sheet
         sheet.gates[Gate.CONTRACT] = "pass"
         return sheet.close(Verdict.REFUSED, support.reason)
     raise ContractBroken(f"support declared {support}, but run returned numbers", "support")
+
+
+def _executed(
+    launcher: Launcher, find: Callable[[Launcher], Finding | None], alone: Callable[[], Finding | None]
+) -> Finding | None:
+    """What is wrong; what is right `alone`, without a run before, is blamed on the gate `reuse`. Alone has other
+    shapes, so that what a backend remembers by shape does not come back.
+    """
+    if launcher.execution is Execution.EAGER:
+        return find(launcher)
+    try:
+        finding = find(launcher)
+    except ContractBroken as broken:
+        finding = broken.finding
+    if finding is None:
+        return None
+    words = f"right by itself, wrong {BEHIND[launcher.execution]}: {finding.sentence}"
+    return alone() or msgspec.structs.replace(finding, gate=Gate.REUSE, sentence=words)
 
 
 def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding | None:

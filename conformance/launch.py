@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sacts.matrices.axes import Execution
 from sacts.reference.forward import Inputs
 from sacts.reference.spec import AttentionSpec, Hints
 from sacts.reports.records import Finding, Gate
@@ -20,6 +21,7 @@ from . import conventions, tensors
 from .adapter import Backend, Case, KVLayout, LseBase, Outputs, Refused, Support
 from .build import Problem
 from .codes import Scales
+from .execution import PERFORM, Memory
 
 Array = NDArray[np.float64]
 T = TypeVar("T")
@@ -71,12 +73,23 @@ CLEAN = Surroundings()
 class Launcher:
     """Runs one backend on one device. `on_launch(first)` is called before each launch: the time limit starts there."""
 
-    def __init__(self, backend: Backend, device: str, on_launch: Callable[[bool], None] = lambda first: None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        device: str,
+        on_launch: Callable[[bool], None] = lambda first: None,
+        execution: Execution = Execution.EAGER,
+    ) -> None:
         self.backend = backend
         self.device = device
+        self.execution = execution
         self._on_launch = on_launch
         self._launched: set[tuple[type, AttentionSpec]] = set()
         self._returns_own: dict[type, bool] = {}
+
+    def executing(self, execution: Execution) -> Launcher:
+        """The same, but for what runs before each launch."""
+        return self if execution is self.execution else Launcher(self.backend, self.device, self._on_launch, execution)
 
     def support(self, spec: AttentionSpec) -> Support:
         """What the backend declares for a spec. Raises AdapterRaised."""
@@ -107,7 +120,7 @@ class Launcher:
         self._launched.add((kind, launch.problem.spec))
         again = replace(launch)
         with _filled_memory(self._returns_own.get(kind, False)):
-            observed, own = launch.run()
+            observed, own = launch.run(self.execution)
         if own and not self._returns_own.get(kind):  # its empty tensors held no NaN yet: once more, under the fill
             self._returns_own[kind] = True
             return self.perform(again)
@@ -146,9 +159,18 @@ class Launched(Generic[T]):
 
     name = "run"
 
-    def call(self, case: Case) -> Any:
+    def call(self, case: Case, planned: tuple[Any, ...]) -> Any:
         """Call the backend; what it returns is looked at by `observe`."""
         raise NotImplementedError
+
+    def given(self) -> dict[str, torch.Tensor]:
+        """What it is called with beside the case, by name."""
+        return {}
+
+    def blank(self, live: torch.Tensor) -> None:
+        """Make the buffers for results as they were before anything ran; `live`: the pages that have any."""
+        self._out.blank()
+        self._lse.blank()
 
     def observe(self, result: Any) -> T:
         """What came back, converted. Raises ContractBroken for what it must not be."""
@@ -170,11 +192,11 @@ class Launched(Generic[T]):
         """Whether the backend returned a tensor of its own instead of a buffer that it was offered."""
         raise NotImplementedError
 
-    def run(self) -> tuple[T, bool]:
+    def run(self, execution: Execution) -> tuple[T, bool]:
         """The observation, and whether the backend returned tensors of its own."""
         case, live = self.case()
         before = self._digests(case, live)
-        workspace, result = self._called(case)
+        workspace, result = self._called(case, live, execution)
         after = self._digests(case, live)
         changed = [name for name in before if before[name] != after[name]]
         if changed:
@@ -188,12 +210,19 @@ class Launched(Generic[T]):
     def _digests(self, case: Case, live: torch.Tensor) -> dict[str, bytes]:
         return {name: tensors.digest(tensor) for name, tensor in self.watched(case, live).items()}
 
-    def _called(self, case: Case) -> tuple[tensors.Guarded, Any]:
+    def _called(self, case: Case, live: torch.Tensor, execution: Execution) -> tuple[tensors.Guarded, Any]:
+
+        def blank() -> None:
+            self.blank(live)
+            if self.backend.capabilities.workspace_zeroed:
+                self._fill(workspace.inner)
+
         try:
             size = self.backend.workspace_bytes(case)
             workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
             self._fill(workspace.inner)
-            result = self.call(replace(case, workspace=workspace.inner))
+            memory = Memory(replace(case, workspace=workspace.inner), live, self.given(), blank)
+            result = PERFORM[execution](self.backend, self.call, memory)
             if self.device.startswith("cuda"):
                 torch.cuda.synchronize(self.device)
         except Refused:
@@ -316,8 +345,9 @@ class _Forward(Launched[Observed]):
 
     between: Callable[[], object] = lambda: None
 
-    def call(self, case: Case) -> Any:
-        return self.backend.run(case, self.between)
+    def call(self, case: Case, planned: tuple[Any, ...]) -> Any:
+        self.between()
+        return self.backend.run(case, planned)
 
     def returns_own(self, result: Outputs) -> bool:
         return result.out.data_ptr() != self._out.inner.data_ptr()

@@ -267,10 +267,11 @@ def planned_early(problem: Problem, inputs: Inputs) -> tuple[Inputs, list[Varian
     """Planned, then another spec planned and run, then run."""
     cell = problem.cell
     kv = (37, 5) if problem.spec.seq_lens != (37, 5) else (21,)
-    other = build(Cell("decode", cell.dtype, kv, heads=cell.heads, dim=cell.dim, page=cell.page))
+    other = build(Cell("decode", cell.dtype, kv, heads=cell.heads, dim=cell.dim, vdim=cell.vdim, page=cell.page))
     shapes = (other.spec.num_tokens, other.spec.num_qo_heads), (*other.slot_request.shape, other.spec.num_kv_heads)
     draw = other.draw("between")
-    q, k, v = (draw.signs((*shapes[part], cell.dim)) for part in (0, 1, 1))
+    dims = cell.dim, cell.dim, other.spec.head_dim_vo
+    q, k, v = (draw.signs((*shapes[part], dim)) for part, dim in zip((0, 1, 1), dims, strict=True))
     other = replace(other, spec=replace(other.spec, sm_scale=problem.spec.sm_scale))
     variant = replace(repeated(problem, inputs), name="another spec between plan and run")
     return inputs, [replace(variant, between=(other, other.inputs(q, k, v)))]

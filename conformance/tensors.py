@@ -156,6 +156,15 @@ def taken(whole: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     return whole if len(whole) == 1 and len(live) > 1 else _as_bits(whole)[live]
 
 
+def put(whole: torch.Tensor, live: torch.Tensor, contents: torch.Tensor) -> None:
+    """Replace what `taken` takes."""
+    bits = _as_bits(whole)
+    if len(whole) == 1 and len(live) > 1:
+        bits.copy_(_as_bits(contents))
+    else:
+        bits[live] = _as_bits(contents)
+
+
 def _page_of(data: Held, form: CacheForm) -> tuple[int, ...]:
     tokens, heads, dim = data.data.shape[1:]
     return (heads, tokens, dim) if form.hnd else (tokens, heads, dim)
@@ -220,6 +229,10 @@ class Guarded:
             whole = torch.zeros(size + 2 * _GUARD, dtype=_BITS[dtype], device=device)
         whole[:_GUARD], whole[_GUARD + size :] = _UNWRITTEN[dtype], _UNWRITTEN[dtype]
         return cls(whole.view(dtype), whole.view(dtype)[_GUARD : _GUARD + size].view(shape))
+
+    def blank(self) -> None:
+        """Make the buffer hold the unwritten pattern again."""
+        self.inner.view(_BITS[self.inner.dtype]).fill_(_UNWRITTEN[self.inner.dtype])
 
     def broken(self) -> str | None:
         """Where a guard zone was written, in words, or None."""

@@ -16,11 +16,23 @@ class Phase(StrEnum):
 
     DECODE = "decode"
     PREFILL = "prefill"
+    TRAIN = "train"
+    INDEX = "index"
+
+
+class Execution(StrEnum):
+    """What ran before, in the same memory."""
+
+    EAGER = "eager"
+    REUSE = "reuse"
+    GRAPH = "graph"
 
 
 PATTERNS = {
     "scattered": "about a quarter of the visible entries, spread at random",
     "clustered": "two runs of neighbouring entries",
+    "contiguous": "one run of neighbouring entries, a quarter of the visible ones",
+    "hot": "the first 16 entries, which every row names (a hot page), and an eighth of the visible ones",
     "all": "every visible entry",
     "one": "one entry in each row",
     "empty": "no entry in any row",
@@ -46,6 +58,7 @@ VALUES = {
     "huge": "logits up to about +-300, one key dominant in most rows",
     "shifted": "all logits shifted by one number, -864 (random probe) or -98304 (count witness)",
     "equal": "all keys equal: every logit the same, not zero",
+    "heavy": "cubes of normal numbers: heavy tails, so that one key or one channel decides",
 }
 POSITIONS = {
     "none": "logits do not depend on positions",
@@ -90,7 +103,20 @@ SCALES = {
 }
 STEPS = {"any": "scales are any FP32 values", "power_of_two": "scales are powers of two"}
 ZEROS = {"off": "zero points are 0", "on": "integer codecs have a zero point beside each scale"}
+PHASES = {
+    Phase.DECODE.value: "one query a request",
+    Phase.PREFILL.value: "`q` queries a request",
+    Phase.TRAIN.value: "`q` queries a request, forward and backward: a backend without backward cannot be judged",
+    Phase.INDEX.value: "the lists that a backend makes, item by item; nothing is computed from them",
+}
+EXECUTIONS = {
+    Execution.EAGER.value: "planned and run, once",
+    Execution.REUSE.value: "run on other lists, pages and data in the same memory first, under one plan if that may be",
+    Execution.GRAPH.value: "recorded as a CUDA graph on other lists, pages and data, then replayed on these",
+}
 MEANINGS = {
+    "phase": PHASES,
+    "exec": EXECUTIONS,
     "kcodec": CODECS,
     "vcodec": CODECS,
     "scales": SCALES,
@@ -128,12 +154,13 @@ class Axis:
 
 
 AXES = (
-    Axis("phase", "decode: one query a request; prefill: `q` queries a request", None, tuple(Phase)),
+    Axis("phase", "what is computed, and for how many queries", None, tuple(Phase)),
     Axis("dtype", "element type of q, K, V and out", None, tuple(DType)),
     Axis("kv", "committed KV length T of each request, joined by +", low=0),
-    Axis("q", "queries of each request, joined by +; prefill only", (), low=0),
+    Axis("q", "queries of each request, joined by +; not in decode", (), low=0),
     Axis("heads", "query heads - KV heads", (4, 2)),
-    Axis("dim", "head dimension of q, K and V", 64),
+    Axis("dim", "head dimension of q and K", 64),
+    Axis("vdim", "head dimension of V and out; 0: that of q and K", 0, low=0),
     Axis("page", "tokens in a page", 16),
     Axis("block", "tokens that one candidate entry names; 1: token selection", 1),
     Axis("pattern", "which entries are selected", "scattered", tuple(PATTERNS)),
@@ -160,4 +187,5 @@ AXES = (
     Axis("steps", "what values scales have", "any", tuple(STEPS), clause="DESIGN section 4, Quantised KV"),
     Axis("zeros", "zero points", "off", tuple(ZEROS), clause="DESIGN section 4, Quantised KV"),
     Axis("epilogue", "what is done to out at last", "none", tuple(EPILOGUES), clause="DESIGN section 4, Epilogues"),
+    Axis("exec", "what ran before, in the same memory", "eager", tuple(Execution)),
 )

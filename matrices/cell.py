@@ -27,6 +27,7 @@ class Cell:
     q: tuple[int, ...] = ()
     heads: tuple[int, ...] = (4, 2)
     dim: int = 64
+    vdim: int = 0
     page: int = 16
     block: int = 1
     pattern: str = "scattered"
@@ -49,6 +50,7 @@ class Cell:
     steps: str = "any"
     zeros: str = "off"
     epilogue: str = "none"
+    exec: str = "eager"
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -98,8 +100,10 @@ def _part(cell: Cell, axis: Axis) -> str:
 def _broken(cell: Cell, constraint: Constraint) -> str:
     """The values that exclude each other, and why."""
     values = {name: value_text(cell, name) for name in constraint.axes}
-    seen = " and ".join(f"{name}:{value}" for name, value in values.items() if value)
-    return f"{seen} exclude each other: {constraint.because}" if seen else constraint.because
+    if not any(values.values()):
+        return constraint.because
+    seen = " and ".join(f"{name}:{value}" if value else f"no {name}" for name, value in values.items())
+    return f"{seen} exclude each other: {constraint.because}"
 
 
 def _choices(wrong: str, valid: tuple[str, ...] | list[str]) -> str:

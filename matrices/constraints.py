@@ -44,16 +44,28 @@ def _sink_token_committed(cell: Cell) -> bool:
 CONSTRAINTS = (
     Constraint("requests", ("kv",), lambda c: bool(c.kv), "axis kv names no request"),
     Constraint(
-        "queries of prefill",
+        "queries of decode",
         ("phase", "q"),
-        lambda c: c.phase == "prefill" or not c.q,
-        "axis q belongs to prefill; decode has one query a request",
+        lambda c: c.phase != "decode" or not c.q,
+        "axis q belongs to prefill, train and index; decode has one query a request",
     ),
     Constraint(
         "queries by request",
         ("q", "kv"),
         lambda c: c.phase == "decode" or len(c.q) == len(c.kv),
         "axis q must name as many requests as axis kv",
+    ),
+    Constraint(
+        "another dimension of V",
+        ("dim", "vdim"),
+        lambda c: c.vdim != c.dim,
+        "vdim is left out where V has the dimension of K",
+    ),
+    Constraint(
+        "nothing runs before lists alone",
+        ("phase", "exec"),
+        lambda c: c.phase != "index" or c.exec == "eager",
+        "an index cell runs nothing",
     ),
     Constraint(
         "one way beyond 32 bits",

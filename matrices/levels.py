@@ -39,13 +39,15 @@ Q_LENGTHS: dict[str, Callable[[int], Lengths]] = {
 }
 # Levels of the axes whose values are not all levels; of the others every value is one.
 CHOSEN: dict[str, tuple[str, ...]] = {
+    "phase": ("decode", "prefill", "train"),
     "kv": tuple(KV_LENGTHS),
     "q": tuple(Q_LENGTHS),
     "heads": ("4-2", "4-4", "8-2", "7-1"),
-    "dim": ("64", "128", "80"),
+    "dim": ("64", "128", "80", "96", "192", "576"),
+    "vdim": ("0", "64", "128", "512"),
     "page": ("16", "1", "64", "128"),
     "block": ("1", "16", "32"),
-    "pattern": ("scattered", "clustered", "all", "one", "duplicates", "union"),
+    "pattern": ("scattered", "clustered", "contiguous", "hot", "all", "one", "duplicates", "union"),
     "map": ("random", "shared", "identity", "high"),
     "window": ("-1", "5", "20"),
     "splits": ("1", "2", "8"),
@@ -56,8 +58,17 @@ CHOSEN: dict[str, tuple[str, ...]] = {
 LEVELS: dict[str, tuple[str, ...]] = {axis.name: CHOSEN.get(axis.name, axis.values or ()) for axis in AXES}
 NAMED_BESIDE = {"kv": ("page", "tile"), "q": ("kv", "page", "tile")}  # what a level needs to become a value
 
+UNEQUAL_DIMENSIONS = {(128, 64), (192, 128), (576, 512)}  # of q and K, and of V: the last two of latent attention
+
 MODEL_CONSTRAINTS = (
     Constraint("a page before the last", ("kv", "page"), lambda c: 0 not in c.kv, "page-1 of pages of one token is 0"),
+    Constraint(
+        "dimensions that go together",
+        ("dim", "vdim"),
+        lambda c: (c.dim, c.vdim) in UNEQUAL_DIMENSIONS or (c.vdim == 0 and c.dim not in (192, 576)),
+        "V has the dimension of K, or the pair is one of "
+        + ", ".join(f"{k}/{v}" for k, v in sorted(UNEQUAL_DIMENSIONS)),
+    ),
 )
 
 

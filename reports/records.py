@@ -60,6 +60,7 @@ class Gate(StrEnum):
     MERGE = "merge"
     GRADIENTS = "gradients"  # d_q, d_k, d_v and d_sink, from a right out and lse
     DETERMINISM = "determinism"  # a promise of equal bits
+    REUSE = "reuse"  # right by itself, wrong behind another run in the same memory
 
 
 PROVES = {

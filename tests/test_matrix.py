@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sacts.matrices import tiers
-from sacts.matrices.axes import AXES, CACHES, MAPS, PATTERNS, VALUES, Phase
+from sacts.matrices.axes import AXES, CACHES, EXECUTIONS, MAPS, PATTERNS, VALUES, Phase
 from sacts.matrices.cell import Cell, CellError, parse
 from sacts.reference.spec import CausalRule, DType
 
@@ -34,9 +34,10 @@ def cells(draw: st.DrawFn) -> Cell:
         phase=phase,
         dtype=draw(st.sampled_from(DType)).value,
         kv=kv,
-        q=tuple(draw(st.integers(0, 99)) for _ in kv) if phase == "prefill" else (),
+        q=() if phase == "decode" else tuple(draw(st.integers(0, 99)) for _ in kv),
         heads=draw(st.sampled_from(((4, 2), (8, 2), (32, 4), (1, 1), (7, 1)))),
-        dim=draw(size),
+        dim=(dim := draw(size)),
+        vdim=draw(st.integers(0, 99).filter(lambda n: n != dim)),
         page=64 if page_map == "example" else draw(size),
         block=draw(size),
         pattern=draw(st.sampled_from(sorted(patterns))),
@@ -47,6 +48,7 @@ def cells(draw: st.DrawFn) -> Cell:
         splits=draw(size),
         tile=draw(size),
         values=draw(st.sampled_from(sorted(VALUES))),
+        exec="eager" if phase == "index" else draw(st.sampled_from(sorted(EXECUTIONS))),
     )
 
 
@@ -76,11 +78,12 @@ def test_every_axis_shows_in_the_id() -> None:
     base = parse("prefill/fp16/kv:40/q:3")
     coded = replace(base, kcodec="fp8_e5m2", vcodec="int4")
     changes: dict[str, object] = {
-        "phase": "decode", "dtype": "bf16", "kv": (41,), "q": (4,), "heads": (8, 2), "dim": 128, "page": 1, "block": 2,
+        "phase": "decode", "dtype": "bf16", "kv": (41,), "q": (4,), "heads": (8, 2), "dim": 128, "vdim": 128, "page": 1,
+        "block": 2,
         "pattern": "all", "map": "high", "cache": "span", "causal": "bottom_right", "window": 0, "splits": 2,
         "tile": 16, "values": "huge", "pos": "rope", "cap": 30, "sink": "on", "dropout": 25, "kind": "multiset",
         "empty": "force_self", "kcodec": "int8", "vcodec": "int8", "scales": "page", "steps": "power_of_two",
-        "zeros": "on", "epilogue": "cast",
+        "zeros": "on", "epilogue": "cast", "exec": "reuse",
     }  # fmt: skip
     assert list(changes) == [axis.name for axis in AXES]
     decode = Cell(str(changes.pop("phase")), "fp16", (40,))
@@ -227,6 +230,7 @@ DEMANDED: dict[str, Callable[[Cell], bool]] = {
     "huge logits": having(values="huge"),
     "equal logits": having(values="equal"),
     **{f"dtype {dtype}": having(dtype=dtype.value) for dtype in DType},
+    "a run on other contents before": having(exec="reuse"),
     "the example of six candidates": having(pattern="example"),
 }
 

@@ -56,7 +56,7 @@ def _uncommitted(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.bo
 def _random(problem: Problem) -> Inputs:
     draw = problem.draw("random")
     q, k, v = (draw.normal(shape) for shape in _shapes(problem))
-    q, k = _VALUES[problem.cell.values](q, k)
+    q, k, v = _VALUES[problem.cell.values](q, k, v)
     stale = _uncommitted(problem)
     k[stale] = HOT_KEY * draw.signs(k[stale].shape)
     v[stale] = STALE_VALUE
@@ -74,11 +74,12 @@ def _shift(q: Array, k: Array, size: float) -> tuple[Array, Array]:
     return q, k
 
 
-_VALUES: dict[str, Callable[[Array, Array], tuple[Array, Array]]] = {
-    "gaussian": lambda q, k: (q, k),
-    "huge": lambda q, k: (10 * q, 10 * k),
-    "shifted": lambda q, k: _shift(q, k, SHIFT),
-    "equal": _equal_keys,
+_VALUES: dict[str, Callable[[Array, Array, Array], tuple[Array, Array, Array]]] = {
+    "gaussian": lambda q, k, v: (q, k, v),
+    "huge": lambda q, k, v: (10 * q, 10 * k, v),
+    "shifted": lambda q, k, v: (*_shift(q, k, SHIFT), v),
+    "equal": lambda q, k, v: (*_equal_keys(q, k), v),
+    "heavy": lambda q, k, v: (q**3, k**3, v**3),
 }
 
 

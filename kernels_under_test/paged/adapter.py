@@ -37,7 +37,7 @@ MERGE_ROWS = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Normalised lists and where each query token stands; holds for the case that it was made from."""
+    """Normalised lists and where each query token stands; holds while the spec and the lists of its case do."""
 
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
@@ -52,6 +52,8 @@ class Adapter:
     input_precision = "ieee"  # of FP32 operands of tl.dot
     capabilities = Capabilities(
         consumes=Consumes.RAW,
+        plan_keeps=frozenset(("kv_indptr", "kv_indices")),
+        graph=True,
         determinism=dict.fromkeys(("out", "lse"), frozenset(Determinism) - {Determinism.SCHEDULE}),
         numerics={
             dtype: Numerics(p=DType.FP32 if INTERPRETED else dtype, out=dtype, merges_states=True, unit_p=True)
