@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,7 +101,8 @@ def plain_evaluation(problem: Problem, inputs: Inputs) -> Array:
     for row in generic_rows(spec, inputs, problem.table, problem.candidates, Numerics.default(spec.dtype)):
         logits = round_to(np.log(row.weights) + row.lse, spec.dtype)
         weights = np.exp(logits - logits.max())
-        p = round_to(weights / weights.sum(), spec.dtype)
+        kept = row.mass / row.weights  # 1 / (1 - p) where dropout keeps the edge, 1 without dropout
+        p = round_to(weights / weights.sum() * kept, spec.dtype)
         out[row.token, row.head] = round_to(p @ row.v, spec.dtype)
     return out
 
@@ -153,9 +154,11 @@ class FaultyAdapter(NamedTuple):
     numerics: Callable[[Any], Numerics]
 
 
-def trials(cell: Cell, faults: Iterable[str], count: int, adapter: FaultyAdapter) -> Iterator[Trial]:
-    """`count` launches of each fault ("": none) on Gaussian and on flat inputs, the fault in one request of each."""
-    for fault in faults:
+def trials(cells: Mapping[str, Cell], count: int, adapter: FaultyAdapter) -> Iterator[Trial]:
+    """`count` launches of each fault ("": none) on Gaussian and on flat inputs, the fault in one request of each;
+    `cells`: the cell of each fault.
+    """
+    for fault, cell in cells.items():
         for seed in range(count):
             problem = build(cell, seed)
             faulty = adapter.make(fault, seed % problem.spec.num_requests, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Annotated
 
@@ -33,7 +34,7 @@ def detect(
 
     [bold]sacts detect "drop one" --cell decode/bf16/kv:505/dim:128/pattern:all[/]  one row of it
     """
-    from sacts.kernels_under_test.faults.detection import OneFault, names
+    from sacts.kernels_under_test.faults.detection import AXES, OneFault, names
 
     from ..detection import FaultyAdapter, table
     from ..detection import trials as run
@@ -52,5 +53,6 @@ def detect(
         usage(error)
     adapter = FaultyAdapter(OneFault, lambda made: made.capabilities.numerics_of(made.dtype))
     chosen = faults or known
-    found = track(run(where, chosen, trials, adapter), "detecting", 3 * trials * len(chosen), console=err)
+    cells = {fault: replace(where, **AXES.get(fault, {})) for fault in chosen}  # type: ignore[arg-type]  # axes by name
+    found = track(run(cells, trials, adapter), "detecting", 3 * trials * len(chosen), console=err)
     print(table(found))

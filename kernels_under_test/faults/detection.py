@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from sacts.conformance.adapter import Capabilities, Case, Outputs
-from sacts.reference.spec import AttentionSpec, DType
+from sacts.reference.spec import DType
 
 from ..emulation.arithmetic import Arithmetic
+from ..emulation.dequantise import coded_caches
 from ..emulation.forward import forward
 from ..emulation.rows import by_token, rows_of
 from ..emulation.terms import Rows
@@ -122,27 +123,28 @@ def _swapped(rows: Rows, chance: Chance) -> Rows:
     return rows._replace(v=v)
 
 
-def _scale_ratio(x: Tensor) -> Tensor:
-    """Scale of the next page over the own one, for INT8 codes with amax scales: [R, K, 1]."""
-    pages = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % PAGE)).unflatten(1, (-1, PAGE))
-    largest = pages.abs().amax(dim=(2, 3))
-    ratio: Tensor = largest.roll(-1, dims=1) / largest
-    return ratio.repeat_interleave(PAGE, dim=1)[:, : x.shape[1], None]
+def _scale_ratio(case: Case, rows: Rows, scales: Tensor | None) -> Tensor:
+    """Scale of the request's next logical page over the own one, of scales by page: [R, K, 1]."""
+    assert scales is not None
+    page, physical = rows.token // PAGE, rows.slot // (PAGE * case.spec.num_kv_heads)
+    table = torch.zeros(int(page.max()) + 1, dtype=torch.long).scatter(0, page[0], physical[0])
+    by_page = scales.flatten()
+    ratio: Tensor = by_page[table[(page + 1) % len(table)]] / by_page[physical]
+    return ratio[..., None]
 
 
-def _k_scales(rows: Rows, chance: Chance) -> Rows:
-    return rows._replace(k=rows.k * _scale_ratio(rows.k))
+def _k_scales(case: Case, rows: Rows, chance: Chance) -> Rows:
+    return rows._replace(k=rows.k * _scale_ratio(case, rows, case.k_scales))
 
 
-def _k_scale_of_one_page(rows: Rows, chance: Chance) -> Rows:
-    here, _ = _two_pages(rows, chance)
-    k = rows.k.clone()
-    k[:, here] *= _scale_ratio(rows.k)[:, here]
-    return rows._replace(k=k)
+def _k_scale_of_one_page(case: Case, rows: Rows, chance: Chance) -> Rows:
+    page = rows.token // PAGE
+    here = page == chance.below(int(page.max()) + 1)
+    return rows._replace(k=torch.where(here[..., None], _k_scales(case, rows, chance).k, rows.k))
 
 
-def _v_scales(rows: Rows, chance: Chance) -> Rows:
-    return rows._replace(v=rows.v * _scale_ratio(rows.v))
+def _v_scales(case: Case, rows: Rows, chance: Chance) -> Rows:
+    return rows._replace(v=rows.v * _scale_ratio(case, rows, case.v_scales))
 
 
 CHANGES: dict[str, Change] = {
@@ -156,9 +158,16 @@ CHANGES: dict[str, Change] = {
     "wrong page": _wrong_page,
     "wrong page, V only": _wrong_page_of_v,
     "two V rows swapped": _swapped,
+}
+SCALES = {
     "K scale off by one page, all": _k_scales,
     "K scale wrong, one page": _k_scale_of_one_page,
     "V scale off by one page": _v_scales,
+}
+# The axes that a fault needs beside those of a plain cell: scales need codes, dropout needs dropout.
+AXES: dict[str, dict[str, object]] = {
+    **{fault: {"kcodec": "int8", "vcodec": "int8", "scales": "page"} for fault in SCALES},
+    "dropout on the denominator too": {"dropout": 25},
 }
 RETURNED = ("LSE in base 2", "LSE misses a split", "gain 1e-3")
 SINGLE_SPLIT = ("accumulator never rescaled", "one late rescale skipped")
@@ -180,7 +189,7 @@ def patches() -> dict[str, ModelFault]:
 
 def names() -> tuple[str, ...]:
     """All faults of the table."""
-    return (*CHANGES, *RETURNED, *patches())
+    return (*CHANGES, *SCALES, *RETURNED, *patches())
 
 
 @dataclass(frozen=True)
@@ -205,20 +214,22 @@ class OneFault:
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
         """Forward of all rows, those of one request wrongly."""
-        rows = rows_of(case)
+        rows = rows_of(case, *coded_caches(case), self.arithmetic.reconstructed)
         out, lse = forward(case.spec, rows, self.arithmetic)
         mine = torch.tensor([case.spec.row(i).request == self.request for i in range(case.spec.num_rows)])
         if self.fault and mine.any():
-            out[mine], lse[mine] = self._wrong(case.spec, Rows(*(x[mine] for x in rows)))
+            out[mine], lse[mine] = self._wrong(case, Rows(*(x[mine] for x in rows)))
         case.out.copy_(by_token(case.spec, out))
         case.lse.copy_(by_token(case.spec, lse))
         return Outputs(case.out, case.lse)
 
-    def _wrong(self, spec: AttentionSpec, rows: Rows) -> tuple[Tensor, Tensor]:
-        how = self.arithmetic
+    def _wrong(self, case: Case, rows: Rows) -> tuple[Tensor, Tensor]:
+        spec, how = case.spec, self.arithmetic
         if self.fault in CHANGES:
             real = _kept(rows, rows.edge[0])
             return forward(spec, CHANGES[self.fault](real, Chance(self.seed)), how)
+        if self.fault in SCALES:
+            return forward(spec, SCALES[self.fault](case, rows, Chance(self.seed)), how)
         if self.fault in patches():
             module = importlib.import_module(f"{patched(patches()[self.fault], 'emulation')}.forward")
             found: tuple[Tensor, Tensor] = module.forward(spec, rows, how)
