@@ -28,6 +28,7 @@ class Shard:
 
 
 WHOLE = Shard(1, 1)
+COST_AXES = ("phase", "kv", "q", "heads", "page", "splits", "tile")  # what `predicted` looks at, by level
 
 
 def parse(text: str) -> Shard:
