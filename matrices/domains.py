@@ -53,16 +53,21 @@ class Model:
         return Support(numbers, having, (1 << len(known)) - 1)
 
     @cached_property
-    def costs(self) -> dict[tuple[str, ...], float]:
-        """Predicted iterations of each combination of levels of `shards.COST_AXES` that makes a cell."""
+    def cells(self) -> dict[tuple[str, ...], Cell]:
+        """Of each combination of levels of `shards.COST_AXES` that makes one a cell, all else at first levels."""
         first = {axis: names[0] for axis, names in self.levels.items()}
         found = {}
         for names in product(*(self.levels[axis] for axis in shards.COST_AXES)):
             try:
-                found[names] = shards.predicted(cell_of(first | dict(zip(shards.COST_AXES, names, strict=True))))
+                found[names] = cell_of(first | dict(zip(shards.COST_AXES, names, strict=True)))
             except CellError:
                 continue
         return found
+
+    @cached_property
+    def costs(self) -> dict[tuple[str, ...], float]:
+        """Predicted iterations of each combination of levels of `shards.COST_AXES`."""
+        return {names: shards.predicted(cell) for names, cell in self.cells.items()}
 
     @cached_property
     def prices(self) -> tuple[float, ...]:

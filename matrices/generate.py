@@ -27,20 +27,23 @@ from .levels import LEVELS, TABLES, Table, cell_of
 Floats = npt.NDArray[np.float32]  # of integers below 2^24, so exact in any order
 
 VERSION = 1  # of the search: another one makes other rows
-# Iterations of a launch that a cell may cost: about 4 ms each in the interpreter. What no cheaper cell has is covered
-# under the first of 2, 4, 8 ... times as much that lets it be.
-CAP = 80.0
 WHOLE = 2520  # weight of a level that is alone; its shares are whole numbers for up to 10 levels
 
 
 class Recipe(NamedTuple):
-    """How a tier is made: axes of a combination, and rows tried for each that is kept."""
+    """How a tier is made: `strength`, axes of a combination, 2 or more; `starts`, rows tried for each that is kept;
+    `cap`, iterations of a launch that a cell may cost. What no cheaper cell has is covered under the first of 2, 4,
+    8 ... caps that lets it be.
+    """
 
     strength: int
     starts: int
+    cap: float
 
 
-RECIPES = {"pr": Recipe(2, 64), "nightly": Recipe(3, 16)}
+# An iteration takes about 4 ms in the interpreter, where pr is run: 80 are a third of a second a launch. With twice as
+# much pr would have 5 cells fewer and cost a quarter more; nightly, for GPUs, has 34 fewer and costs a twentieth more.
+RECIPES = {"pr": Recipe(2, 64, 80.0), "nightly": Recipe(3, 16, 160.0)}
 
 
 def generated(
@@ -52,7 +55,7 @@ def generated(
     cells = list(must)
     for cell in must:
         _cross_out(left, model.codes_of(cell))
-    for cap in _caps(model):
+    for cap in _caps(model, recipe.cap):
         search = _Search(model, cap, left)
         while (row := search.best_row(recipe.starts)) is not None:
             cells.append(cell_of(dict(model.names[code] for code in row)))
@@ -61,8 +64,8 @@ def generated(
     return list(dict.fromkeys(cells))
 
 
-def _caps(model: Model) -> Iterator[float]:
-    cap, dearest = CAP, max(model.costs.values())
+def _caps(model: Model, cap: float) -> Iterator[float]:
+    dearest = max(model.costs.values())
     while cap < dearest:
         yield cap
         cap *= 2
@@ -171,20 +174,10 @@ def must_pass() -> list[Cell]:
 def inputs_digest(recipe: Recipe, must: Sequence[Cell] = ()) -> str:
     """A hash of all that a tier is made from: levels, lengths, tables, costs, what must pass, and the search."""
     model = Model(LEVELS, TABLES)
-    first = {axis: names[0] for axis, names in LEVELS.items()}
-    cells = [cell_of(first | dict(zip(shards.COST_AXES, names, strict=True))).id for names in model.costs]
+    cells = [cell.id for cell in model.cells.values()]
     tables = [(table.name, table.axes, sorted(table.allowed)) for table in TABLES]
-    parts = (
-        VERSION,
-        CAP,
-        WHOLE,
-        recipe,
-        model.names,
-        tables,
-        cells,
-        [*model.costs.values()],
-        [each.id for each in must],
-    )
+    passing = [cell.id for cell in must]
+    parts = (VERSION, WHOLE, recipe, model.names, tables, cells, [*model.costs.values()], passing)
     return blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
