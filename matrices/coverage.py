@@ -38,13 +38,23 @@ def completed(row: Row) -> dict[str, str] | None:
     """A full row of levels with those of `row`; None where there is none. Defaults are tried first, as they are and for
     a prefill; then everything, the axis with the fewest levels left before others.
     """
-    if not all(table.permits(row) for table in TABLES):
-        return None
-    for base in _BASES:
+    return _beside(row, _BASES) or _searched(row)
+
+
+def _beside(row: Row, bases: Iterable[dict[str, str]]) -> dict[str, str] | None:
+    """One of some full rows that break no constraint, with what `row` changes, if that breaks none."""
+    near = tuple(dict.fromkeys(table for axis in row for table in _OF_AXIS[axis]))
+    for base in bases if all(table.permits(row) for table in near) else ():
         whole = {**base, **row}
-        if all(table.permits(whole) for table in TABLES):
+        if all(table.permits(whole) for table in near):
             return whole
+    return None
+
+
+def _searched(row: Row) -> dict[str, str] | None:
     found = dict(row)
+    if not all(table.permits(found) for table in TABLES):
+        return None
     left = {axis: [level for level in LEVELS[axis] if _fits(found, axis, level)] for axis in _TIED if axis not in row}
     return {**_BASES[0], **found} if _fill(found, left) else None
 
@@ -78,13 +88,18 @@ def _fill(row: dict[str, str], left: dict[str, list[str]]) -> bool:
 def feasible(strength: int) -> frozenset[Tuple]:
     """Every combination of levels of so many axes that some cell can have."""
     known: dict[Tuple, bool] = {}  # what is not tied by any constraint decides nothing
+    bases = list(_BASES)  # and the rows that only the search found: each completes many others
     found = []
     for axes in combinations(LEVELS, strength):
         for levels in product(*(LEVELS[axis] for axis in axes)):
             pairs = tuple(zip(axes, levels, strict=True))
             tied = tuple(pair for pair in pairs if _OF_AXIS[pair[0]])
             if tied not in known:
-                known[tied] = completed(dict(tied)) is not None
+                row = dict(tied)
+                known[tied] = _beside(row, bases) is not None
+                if not known[tied] and (whole := _searched(row)) is not None:
+                    known[tied] = True
+                    bases.append(whole)
             if known[tied]:
                 found.append(pairs)
     return frozenset(found)

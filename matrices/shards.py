@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .axes import Execution, Phase
 from .cell import Cell
 
 
@@ -28,6 +29,8 @@ class Shard:
 
 
 WHOLE = Shard(1, 1)
+RUNS = {Execution.EAGER: 1, Execution.REUSE: 3, Execution.GRAPH: 3}  # of a launch
+COST_AXES = ("phase", "kv", "q", "heads", "page", "splits", "tile", "exec")  # what `predicted` looks at, by level
 
 
 def parse(text: str) -> Shard:
@@ -41,12 +44,14 @@ def parse(text: str) -> Shard:
 
 def predicted(cell: Cell) -> float:
     """What a cell costs in the interpreter, in inner iterations: programs (candidate rows x splits) x (1 + tiles of a
-    split). A program costs about as much as one iteration of its loop (DESIGN section 10).
+    split), times the runs of a launch. A program costs about as much as one iteration of its loop (DESIGN section 10).
     """
+    if cell.phase == Phase.INDEX:
+        return 0.0
     rows = sum(cell.qo_lens) * cell.heads[1]
     slots = max(cell.kv)
     tiles = -(-slots // max(16, cell.tile))
-    return float(rows * (cell.splits + tiles))
+    return float(rows * (cell.splits + tiles) * RUNS[Execution(cell.exec)])
 
 
 def costs(cells: Sequence[Cell], seconds: Mapping[str, float]) -> list[float]:

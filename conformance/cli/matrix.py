@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sacts.matrices import shards
+from sacts.matrices import shards, tiers
 from sacts.matrices.axes import AXES, MEANINGS
 from sacts.matrices.cell import value_text
 from sacts.reports import records
@@ -68,6 +70,8 @@ def count(tier: Tier = "smoke", where: Where = "") -> None:
     """
     cells = where_of(cells_of(tier_path(tier)), where)
     print(f"{len(cells)} cells")
+    cost = [shards.predicted(cell) for cell in cells]
+    print(f"predicted: {sum(cost):.0f} iterations a launch of each cell, the dearest {max(cost):.0f}")
     for axis in AXES:
         times = Counter(value_text(cell, axis.name) for cell in cells)
         if len(times) > 1:
@@ -137,6 +141,38 @@ def coverage(
     print(f"{len(found.covered)} of {len(found.feasible)} feasible combinations of {strength} levels, {share:.1f} %")
     for each in found.missing[:missing]:
         print("missing: " + " ".join(f"{axis}={level}" for axis, level in each))
+
+
+@app.command()
+def generate(
+    tier: Annotated[str, typer.Argument(help="pr: all feasible pairs; nightly: all feasible triples.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Where to write; left out: the tier that ships.")] = None,
+) -> None:
+    """Make a tier anew, must-pass cells first, and count it by the exact checker. Exits 1, and writes nothing, where a
+    feasible combination is missing.
+
+    [bold]sacts matrix generate pr --out pr.cells[/]
+    """
+    from sacts.matrices import generate as made
+    from sacts.matrices.coverage import coverage as counted
+
+    if tier not in made.RECIPES:
+        raise typer.BadParameter(f"no tier {tier!r} is generated; valid: {', '.join(made.RECIPES)}")
+    recipe, must, began = made.RECIPES[tier], made.must_pass(), time.monotonic()
+    cells = made.generated(recipe, must)
+    seconds = time.monotonic() - began
+    found = counted(cells, recipe.strength)
+    said = f"{len(found.covered)} of {len(found.feasible)} feasible combinations of {recipe.strength} levels"
+    text = made.file_text(tier, cells, must, said)
+    print("\n".join(line for line in text.splitlines() if line.startswith("#")))
+    print(f"{seconds:.1f} seconds")
+    if found.missing:
+        err.print(f"missing, among others: {found.missing[0]}", style="bold red", markup=False, highlight=False)
+        raise typer.Exit(records.EXIT_FAILURES)
+    path = out or tiers.TIERS / f"{tier}.cells"
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 class Form(StrEnum):
