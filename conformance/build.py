@@ -228,7 +228,7 @@ def _identity_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
 
 def _high_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
     total = _total_pages(spec)
-    page_elements = spec.page_size * spec.num_kv_heads * spec.head_dim_qk
+    page_elements = spec.page_size * spec.num_kv_heads * min(spec.head_dim_qk, spec.head_dim_vo)
     first = 2**31 // page_elements + 1
     order = first + draw.permutation(total + 4)
     return _table(spec, order[:total], first + total + 4, np.concatenate((np.zeros(1, np.int64), order[total:])))

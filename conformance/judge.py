@@ -164,7 +164,7 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
     sheet.reach(None)
     if sheet.gates[Gate.GRADIENTS] == Verdict.UNTRUSTED:
         return sheet.close(Verdict.UNTRUSTED, "no gradient of this case has a bound that would reject zeros")
-    if not _could_have_failed(made):
+    if not _could_have_failed(made, sheet.gates[Gate.LSE] != NOT_OFFERED):
         return sheet.close(Verdict.UNTRUSTED, "this case could not have failed: its bounds are wider than its faults")
     return sheet.close(Verdict.FALLBACK if support.status == "fallback" else Verdict.PASS)
 
@@ -193,8 +193,11 @@ def _executed(
         finding = broken.finding
     if finding is None:
         return None
+    by_itself = alone()
+    if by_itself and (by_itself.gate is not Gate.DETERMINISM or finding.gate is Gate.DETERMINISM):
+        return by_itself
     words = f"right by itself, wrong {BEHIND[launcher.execution]}: {finding.sentence}"
-    return alone() or msgspec.structs.replace(finding, gate=Gate.REUSE, sentence=words)
+    return msgspec.structs.replace(finding, gate=Gate.REUSE, sentence=words)
 
 
 def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding | None:
@@ -328,10 +331,16 @@ def _sampled(random: Copy) -> dict[str, Sample]:
     return {EXACT: sample.told(random.rows, int(np.count_nonzero(sample.row_lengths(random.problem))))}
 
 
-def _could_have_failed(made: Sequence[Copy]) -> bool:
-    """Whether zeros would be rejected in some row, and the loss of any one candidate would show in each."""
-    random, count = (copy.margin[name] for name in ("random", "count") for copy in made if name in copy.margin)
-    return (not len(random) or bool((random > 1).any())) and bool((count > 1).all())
+def _could_have_failed(made: Sequence[Copy], has_lse: bool) -> bool:
+    """Whether zeros would be rejected in some row, and the loss of any one candidate would show in each: in out, or in
+    lse where the backend has one.
+    """
+    random = next(copy.margin["random"] for copy in made if "random" in copy.margin)
+    count = next(copy for copy in made if "count" in copy.margin)
+    loss = count.margin["count"]
+    if has_lse and count.lse_margin is not None:
+        loss = np.maximum(loss, count.lse_margin)
+    return (not len(random) or bool((random > 1).any())) and bool((loss > 1).all())
 
 
 def _last_line(error: BaseException | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -54,7 +56,8 @@ def bits(tensor: torch.Tensor) -> NDArray[np.int64]:
 class CacheForm:
     """How a KV pool lies in memory. `hnd`: pages are [heads, page_size, d] instead of [page_size, heads, d];
     `packed`: K and V share one tensor [num_pages, 2, ...]; `strides`: `contiguous`, `strided` (a view with twice the
-    page stride and an odd base offset) or `span` (a view with a page stride of 2^28 elements).
+    page stride and an odd base offset) or `span` (a view with so large a page stride that
+    the pool spans 2^32 elements).
     """
 
     hnd: bool = False
@@ -62,7 +65,9 @@ class CacheForm:
     strides: str = "contiguous"
 
 
-SPAN = 2**28
+SPANNED = 2**32  # elements from a pool's first page to behind its last: half of the pages lie beyond 32-bit offsets
+MAP_NORESERVE = 0x4000  # of Linux; the module mmap names it from Python 3.13
+UNRESERVED = 2**30  # bytes from which memory on the CPU is address space first
 ODD_OFFSET = 8  # elements: 16 bytes in 16-bit types, as aligned loads of a strided view may expect
 
 
@@ -184,7 +189,7 @@ def _pages(num_pages: int, page: tuple[int, ...], data: Held, device: str, strid
     """Storage of `num_pages` pages, uninitialised but for the filler between the pages of a strided view."""
     dtype = data.data.dtype
     if strides == "contiguous":
-        return torch.empty((num_pages, *page), dtype=dtype, device=device)
+        return _storage(num_pages * int(np.prod(page)), dtype, device).view(num_pages, *page)
     size = int(np.prod(page))
     if strides == "strided":
         length = num_pages * 2 * size + ODD_OFFSET
@@ -192,8 +197,17 @@ def _pages(num_pages: int, page: tuple[int, ...], data: Held, device: str, strid
         whole = filler.repeat(-(-length // len(filler)))[:length].to(device).view(dtype)
         return whole[ODD_OFFSET:].view(num_pages, 2, *page)[:, 0]
     inner = torch.empty(page, device="meta").stride()
-    whole = torch.empty(num_pages * SPAN, dtype=dtype, device=device)
-    return whole.as_strided((num_pages, *page), (SPAN, *inner))
+    stride = max(SPANNED // num_pages, size) // 16 * 16 + 16
+    return _storage(num_pages * stride, dtype, device).as_strided((num_pages, *page), (stride, *inner))
+
+
+def _storage(length: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Uninitialised elements. Of a large pool on the CPU nothing is reserved, since most of it is never touched."""
+    size = length * dtype.itemsize
+    if device != "cpu" or size < UNRESERVED or sys.platform != "linux":
+        return torch.empty(length, dtype=dtype, device=device)
+    space = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    return torch.frombuffer(space, dtype=dtype)
 
 
 def digest(*tensors: torch.Tensor) -> bytes:

@@ -4,6 +4,7 @@ kind, empty rows, codecs, epilogue. Learned numbers are drawn for the cell, exac
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from .draw import Array, Draw
 
 NUM_BUCKETS, FARTHEST = 8, 64
 FIRST_SLOPE = 4  # octaves below 1 of the steepest ALiBi slope; the last head has twice as many
+STEEP = 128  # keys up to which it is so steep; of more the farthest would weigh nothing that anyone could see
 LOW_BITS, LOW_SCALE = 8, 2.0**-6
 
 
@@ -59,7 +61,8 @@ def _positional(cell: Cell, draw: Draw) -> dict[str, Any]:
     if cell.pos == "rope-interleaved":
         return {"rope": RoPE(cell.dim // 2, layout=RopeLayout.INTERLEAVED)}
     if cell.pos == "alibi":
-        return {"alibi_slopes": tuple(2.0 ** -(FIRST_SLOPE * (1 + head / heads)) for head in range(heads))}
+        first = FIRST_SLOPE + max(0, math.ceil(math.log2(max(*cell.kv, 1) / STEEP)))
+        return {"alibi_slopes": tuple(2.0 ** -(first + FIRST_SLOPE * head / heads) for head in range(heads))}
     if cell.pos == "buckets":
         first = t5_buckets(NUM_BUCKETS, FARTHEST)
         bias = tuple(tuple(row) for row in _numbers(draw, heads, len(first)).tolist())

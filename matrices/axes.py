@@ -51,7 +51,7 @@ MAPS = {
 CACHES = {
     "contiguous": "K and V caches contiguous",
     "strided": "K and V caches are views: twice the page stride, junk between the pages, an odd base offset",
-    "span": "K and V caches are views with a page stride of 2^28 elements: few elements, 32-bit offsets overflow",
+    "span": "K and V caches are views of so large a page stride that they span 2^32 elements: 32-bit offsets overflow",
 }
 VALUES = {
     "gaussian": "normal q, K and V",
@@ -64,7 +64,7 @@ POSITIONS = {
     "none": "logits do not depend on positions",
     "rope": "RoPE inside the kernel over all channels, half-split pairs; keys are stored unrotated",
     "rope-interleaved": "RoPE inside the kernel over the first half of the channels, interleaved pairs",
-    "alibi": "ALiBi: -slope * |pos_q - t|, another slope for each query head, from 2^-4 down",
+    "alibi": "ALiBi: -slope * |pos_q - t|, a slope for each query head, from 2^-4 down; less for more than 128 keys",
     "buckets": "relative buckets as in T5, 8 up to a distance of 64, a drawn bias for each query head and bucket",
 }
 SINKS = {"off": "no sink", "on": "a drawn sink logit for each query head joins each row once"}

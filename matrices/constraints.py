@@ -130,14 +130,32 @@ CONSTRAINTS = (
     Constraint(
         "equal before and after turning",
         ("pos", "values"),
-        lambda c: not c.pos.startswith("rope") or c.values not in ("equal", "shifted"),
-        "RoPE turns equal keys apart, and the channel that shifts logits",
+        lambda c: not c.pos.startswith("rope") or c.values != "equal",
+        "RoPE turns equal keys apart",
+    ),
+    Constraint(
+        "shifted far from positions",
+        ("pos", "values"),
+        lambda c: c.pos == "none" or c.values != "shifted",
+        "RoPE turns the channel that shifts logits, and a bias is lost in the rounding of shifted ones",
     ),
     Constraint(
         "shifted far from a cap",
         ("cap", "values"),
         lambda c: not c.cap or c.values != "shifted",
         "a soft cap undoes the shift of the logits",
+    ),
+    Constraint(
+        "shifted far from repeats",
+        ("kind", "values"),
+        lambda c: c.kind != "multiset" or c.values != "shifted",
+        "ln(count) is lost in the rounding of shifted logits",
+    ),
+    Constraint(
+        "shifted far from dropout",
+        ("dropout", "values"),
+        lambda c: not c.dropout or c.values != "shifted",
+        "a dropped key shows in lse alone, and the shift makes its rounding coarse",
     ),
     Constraint(
         "shifted far from a sink",
@@ -173,6 +191,6 @@ CONSTRAINTS = (
         "memory of 8 bits",
         ("cache", "kcodec", "vcodec"),
         lambda c: c.cache != "span" or not _coded(c),
-        "a page stride of 2^28 elements is no fewer bytes than 32 bits count",
+        "2^32 elements of a byte are no more bytes than 32 bits count",
     ),
 )

@@ -158,32 +158,52 @@ def test_the_margin_of_weights_is_that_of_equal_weights_where_they_are_equal(cel
     problem = build(parse(cell))
     count = copies(problem, Numerics.default(problem.spec.dtype))[1]
     general = margins.of_weights(problem, count.inputs, count.expected)
-    assert len(general) == len(count.margin["count"])
-    assert (general > 1).all() == (count.margin["count"] > 1).all()
+    assert len(general.out) == len(count.margin["count"])
+    assert (general.out > 1).all() == (count.margin["count"] > 1).all()
+    assert count.lse_margin is not None
+    assert np.allclose(np.sort(general.lse), np.sort(count.lse_margin), rtol=1e-9)
 
 
 @pytest.mark.parametrize(
     "cell", [c for c in TERMS if "pattern:all" in c and "block" not in c and "epilogue" not in c][:6]
 )
 def test_a_lost_candidate_moves_out_as_the_margin_says(cell: str) -> None:
-    """Each key of one row is left out of its list in turn; out moves at least as far as the margin counts on."""
+    """Each key of one row is left out of its list in turn; out and lse move at least as far as the margin counts on."""
     problem = build(parse(cell))
     count = copies(problem, Numerics.default(problem.spec.dtype))[1]
     given, table = count.inputs, problem.table
-    whole = forward(problem.spec, given, table, problem.candidates).out
+    whole = forward(problem.spec, given, table, problem.candidates)
     needed = margins.noticed(count.expected, problem.spec.dtype)
-    least = np.inf
+    least = least_lse = np.inf
     start, stop = problem.candidates.indptr[-2:]
     sequence = problem.spec.candidate_kind == "sequence"
     for at in [stop - 1] if sequence else range(start, stop):
         kept = np.arange(len(problem.candidates.indices)) != at
         shorter = np.concatenate((problem.candidates.indptr[:-1], [stop - 1]))
         fewer = type(problem.candidates)(shorter, problem.candidates.indices[kept], problem.candidates.counts[kept], 0)
-        moved = np.abs(forward(problem.spec, given, table, fewer).out - whole)[-1]
-        own = moved[-problem.spec.group_size :] / needed[-1, -problem.spec.group_size :]
-        least = min(least, float(own.max(axis=-1).min()))
+        without = forward(problem.spec, given, table, fewer)
+        own = slice(-problem.spec.group_size, None)
+        moved = np.abs(without.out - whole.out)[-1, own] / needed[-1, own]
+        least = min(least, float(moved.max(axis=-1).min()))
+        least_lse = min(least_lse, float((np.abs(without.lse - whole.lse) / count.expected.lse_bound)[-1, own].min()))
     assert least >= count.margin["count"].min() * (1 - 1e-6)
-    assert sequence or least == pytest.approx(count.margin["count"][-problem.spec.group_size :].min(), rel=0.5)
+    assert count.lse_margin is not None
+    assert least_lse >= count.lse_margin.min() * (1 - 1e-6)
+    if not sequence:
+        assert least == pytest.approx(count.margin["count"][own].min(), rel=0.5)
+        assert least_lse == pytest.approx(count.lse_margin[own].min(), rel=1e-6)
+
+
+def test_where_out_hides_a_lost_candidate_lse_decides_whether_the_case_could_have_failed() -> None:
+    """The farthest keys weigh too little for out in fp16, and enough for lse."""
+
+    class WithoutLse(Adapter):
+        def run(self, case: Case, plan: Any = None) -> Outputs:
+            return replace(super().run(case), lse=None)
+
+    cell = parse("prefill/fp16/kv:127+40/q:17+1/heads:7-1/dim:80/page:128/pattern:all/tile:128/pos:alibi/vcodec:int4")
+    verdicts = [judge(Launcher(Backend(each()), "cpu"), "x", cell).verdict for each in (Adapter, WithoutLse)]
+    assert verdicts == [Verdict.PASS, Verdict.UNTRUSTED]
 
 
 # --- faults

@@ -35,7 +35,7 @@ class Copy:
     that it decides about [tokens, heads, d_vo]; `margin`: by probe, for each row that it is made for, the smallest
     change of out that its target fault would cause / the smallest that is noticed. `request`: the cell's request that a
     witness copy is of. `rows`: the candidate rows that `expected` evaluates, None: all; it holds the others to
-    invariants.
+    invariants. `lse_margin`: of the count probe, the same of lse.
     """
 
     problem: Problem
@@ -46,6 +46,7 @@ class Copy:
     witness: Witness | None = None
     request: int = 0
     rows: Ints | None = None
+    lse_margin: Array | None = None
 
     @property
     def fitting(self) -> set[str]:
@@ -108,13 +109,14 @@ def _count(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:
     inputs, right, whole = _judged(problem, COUNT, numerics, rows)
     hair = np.broadcast_to(dithered(problem), right.out.shape)
     if not applicability.terms_of(problem.spec):
-        margin = {"count": margins.of_count(right, ~hair)}
+        loss = margins.of_count(right, ~hair)
     else:
-        margin = {"count": margins.of_weights(problem if rows is None else sample.only(problem, rows), inputs, right)}
+        loss = margins.of_weights(problem if rows is None else sample.only(problem, rows), inputs, right)
+    margin = {"count": loss.out}
     judged = {"count": ~hair}
     if hair.any():
         margin["dither"], judged["dither"] = margins.of_dither(problem, right, hair), hair
-    return Copy(problem, inputs, whole, judged, margin, rows=rows)
+    return Copy(problem, inputs, whole, judged, margin, rows=rows, lse_margin=loss.lse)
 
 
 def _scale(problem: Problem, numerics: Numerics, rows: Ints | None) -> Copy:

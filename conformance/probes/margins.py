@@ -4,6 +4,8 @@ smallest change that is noticed, row by row; 1 or less: untrusted.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,30 +39,39 @@ def of_random(expected: Expected) -> Array:
     return np.where(zero_fails & expected.trusted, CERTAIN, 0.0)[expected.edges > 0]
 
 
-def of_count(expected: Expected, codes: Bools) -> Array:
-    """The loss of any one candidate: with opposite codes the mean moves by about 1/k in some channel."""
+class Loss(NamedTuple):
+    """The loss of any one candidate, where it shows least, in rows of two or more: in out, and in lse."""
+
+    out: Array
+    lse: Array
+
+
+def of_count(expected: Expected, codes: Bools) -> Loss:
+    """With opposite codes the mean moves by about 1/k in some channel, and lse by ln(1 - 1/k)."""
     rows = expected.edges > 1
     moved = (1 - np.abs(expected.out)) / np.maximum(expected.edges - 1, 1)[..., None]
     width = np.maximum(expected.out_hi - expected.out, expected.out - expected.out_lo)
     with np.errstate(divide="ignore", invalid="ignore"):
         times = np.where(codes, np.where(width > 0, moved / width, np.where(moved > 0, CERTAIN, 0.0)), 0.0)
-    trusted = np.where(expected.trusted, times.max(axis=-1), 0.0)
-    return np.minimum(trusted[rows], CERTAIN)
+        lost = -np.log1p(-1 / np.maximum(expected.edges, 2)) / expected.lse_bound
+    trusted, lost = (np.where(expected.trusted, x, 0.0)[rows] for x in (times.max(axis=-1), lost))
+    return Loss(np.minimum(trusted, CERTAIN), lost)
 
 
-def of_weights(problem: Problem, inputs: Inputs, expected: Expected) -> Array:
-    """As `of_count`, whatever the weights: the loss of one occurrence of a key, in rows of two keys or more, where it
-    shows least.
-    """
+def of_weights(problem: Problem, inputs: Inputs, expected: Expected) -> Loss:
+    """As `of_count`, whatever the weights: the loss of one occurrence of a key."""
     needed, hair, found = noticed(expected, problem.spec.dtype), dithered(problem), []
     for row in row_weights(problem, inputs):
         if len(row.t) < 2:
             continue
+        at = row.token, row.qo_head
         moved = np.abs(finished(problem, row.without_one()) - finished(problem, row.out))
         with np.errstate(divide="ignore", invalid="ignore"):
-            times = np.where(moved > 0, moved / needed[row.token, row.qo_head], 0.0)
-        found.append(min(float(np.where(hair, 0.0, times).max(axis=-1).min()), CERTAIN))
-    return np.array(found)
+            times = np.where(moved > 0, moved / needed[at], 0.0)
+            lost = -np.log1p(-np.minimum(row.w, 1.0)) / expected.lse_bound[at] * expected.trusted[at]
+        shown = np.where(hair, 0.0, times).max(axis=-1)
+        found.append((min(float(shown.min()), CERTAIN), min(float(lost.min()), CERTAIN)))
+    return Loss(*np.array(found).reshape(-1, 2).T)
 
 
 def of_dither(problem: Problem, expected: Expected, hair: Bools) -> Array:
