@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--sacts-device", default="cpu", metavar="D", help="torch device (default: cpu)")
     group.addoption("--sacts-replicates", type=int, default=1, metavar="R", help="draw each cell's data R times")
+    group.addoption(
+        "--sacts-gpus", type=int, default=0, metavar="N", help="GPUs that the processes of xdist take in turn"
+    )
     group.addoption("--sacts-timeout", type=float, default=30.0, metavar="S", help="seconds for one launch")
     group.addoption(
         "--sacts-compile-timeout", type=float, default=60.0, metavar="S", help="seconds for a spec's first launch"
@@ -121,5 +124,12 @@ def _worker(config: pytest.Config, adapter: str) -> Worker:
         if worker is not None:
             worker.close()
         limits = Limits(config.getoption("--sacts-timeout"), config.getoption("--sacts-compile-timeout"))
-        worker = config.stash[_WORKER] = Worker(adapter, config.getoption("--sacts-device"), limits)
+        worker = config.stash[_WORKER] = Worker(adapter, config.getoption("--sacts-device"), limits, _gpu(config))
     return worker
+
+
+def _gpu(config: pytest.Config) -> int | None:
+    """The GPU of this process of xdist, among those that are visible; None: all of them."""
+    gpus = config.getoption("--sacts-gpus")
+    name = getattr(config, "workerinput", {}).get("workerid", "")
+    return int(name.removeprefix("gw")) % gpus if gpus > 1 and name else None

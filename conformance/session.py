@@ -23,7 +23,9 @@ from .worker import Limits
 
 @dataclass(frozen=True)
 class Selection:
-    """What to judge: a tier file, narrowed by a pytest `-k` expression, for some adapters on one device."""
+    """What to judge: a tier file, narrowed by a pytest `-k` expression, for some adapters on one device; `gpus`: over
+    how many the processes spread.
+    """
 
     path: Path
     adapters: Sequence[str]
@@ -32,6 +34,7 @@ class Selection:
     replicates: int = 1
     processes: int = 1
     limits: Limits = field(default_factory=Limits)
+    gpus: int = 0
 
     def arguments(self) -> list[str]:
         """For pytest: only our own plugin and xdist, no configuration of the folder that the user happens to be in."""
@@ -43,6 +46,7 @@ class Selection:
             arguments += ["-k", self.expression]
         arguments += [f"--sacts-adapter={adapter}" for adapter in self.adapters]
         arguments += [f"--sacts-device={self.device}", f"--sacts-replicates={self.replicates}"]
+        arguments += [f"--sacts-gpus={self.gpus}"]
         arguments += [f"--sacts-timeout={self.limits.launch}", f"--sacts-compile-timeout={self.limits.first}"]
         return arguments
 

@@ -61,8 +61,8 @@ def _positional(cell: Cell, draw: Draw) -> dict[str, Any]:
     if cell.pos == "rope-interleaved":
         return {"rope": RoPE(cell.dim // 2, layout=RopeLayout.INTERLEAVED)}
     if cell.pos == "alibi":
-        first = FIRST_SLOPE + max(0, math.ceil(math.log2(max(*cell.kv, 1) / STEEP)))
-        return {"alibi_slopes": tuple(2.0 ** -(first + FIRST_SLOPE * head / heads) for head in range(heads))}
+        octaves = FIRST_SLOPE + max(0, math.ceil(math.log2(max(*cell.kv, 1) / STEEP)))
+        return {"alibi_slopes": tuple(2.0 ** -(octaves + FIRST_SLOPE * head / heads) for head in range(heads))}
     if cell.pos == "buckets":
         first = t5_buckets(NUM_BUCKETS, FARTHEST)
         bias = tuple(tuple(row) for row in _numbers(draw, heads, len(first)).tolist())

@@ -41,11 +41,14 @@ class Limits:
 
 
 class Worker:
-    """Judges cells of one adapter on one device, one at a time."""
+    """Judges cells of one adapter on one device, one at a time; `gpu`: the only one that its process sees, by its place
+    among those that are visible here.
+    """
 
-    def __init__(self, adapter: str, device: str = "cpu", limits: Limits | None = None) -> None:
+    def __init__(self, adapter: str, device: str = "cpu", limits: Limits | None = None, gpu: int | None = None) -> None:
         self.adapter = adapter
         self.device = device
+        self.gpu = gpu
         self.limits = limits or Limits()
         self._process: subprocess.Popen[bytes] | None = None
         self._replies = -1
@@ -154,6 +157,9 @@ class Worker:
         environment.pop("TRITON_INTERPRET", None)  # it binds when a kernel is decorated: only ever set in the child
         if self.device == "cpu":
             environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        if self.gpu is not None:
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = visible[self.gpu] if visible[0] else str(self.gpu)
         self._folder = tempfile.TemporaryDirectory(prefix="sacts-", ignore_cleanup_errors=True)
         environment["TMPDIR"] = self._folder.name
         limits = (str(self.limits.launch), str(self.limits.first))

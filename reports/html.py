@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from .records import ACCEPTED, INCOMPLETE, PROVES, Record, Strip, Verdict, exit_code, replace_file, reproduce
+from .records import ACCEPTED, INCOMPLETE, PROVES, Reach, Record, Strip, Verdict, exit_code, replace_file, reproduce
 
 SIGNS = {
     Verdict.PASS: "P",
@@ -92,8 +92,11 @@ def render(
     records: Sequence[Record],
     environment: Mapping[str, str],
     axes_of: Callable[[str], Mapping[str, str]],
+    reaches: Sequence[Reach] = (),
 ) -> str:
-    """The page as text. `axes_of` gives the axis values of a cell id, for the heat map."""
+    """The page as text. `axes_of` gives the axis values of a cell id, for the heat map; `reaches`: what each adapter
+    was judged on natively.
+    """
     ordered = sorted(records, key=lambda r: (r.adapter, r.device, r.cell, r.replicate))
     points = [{"adapter": r.adapter, "verdict": r.verdict, "axes": dict(axes_of(r.cell))} for r in ordered]
     template = jinja2.Environment(
@@ -111,6 +114,7 @@ def render(
             for adapter, device in sorted({(r.adapter, r.device) for r in ordered})
         ],
         uses=_uses(ordered),
+        reaches=reaches,
         points=points,
         probes=_probes(ordered),
         axes=list(points[0]["axes"]) if points else [],
@@ -132,6 +136,7 @@ def write(
     records: Sequence[Record],
     environment: Mapping[str, str],
     axes_of: Callable[[str], Mapping[str, str]],
+    reaches: Sequence[Reach] = (),
 ) -> None:
     """Write the page, renamed into place when complete."""
-    replace_file(path, render(records, environment, axes_of).encode())
+    replace_file(path, render(records, environment, axes_of, reaches).encode())

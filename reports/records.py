@@ -104,6 +104,19 @@ class Sample(msgspec.Struct, frozen=True):
     of: int
 
 
+class Reach(msgspec.Struct, frozen=True):
+    """What an adapter was judged on natively: combinations of `strength` levels, of so many feasible ones; `never`: by
+    axis, the levels of no such cell.
+    """
+
+    adapter: str
+    device: str
+    strength: int
+    covered: int
+    feasible: int
+    never: dict[str, list[str]]
+
+
 class Strip(msgspec.Struct, frozen=True):
     """A decoded probability row, by logical position: each entry covers `step` tokens from `first`; `elsewhere` is the
     weight of slots that are not the row's own.

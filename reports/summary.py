@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .records import ACCEPTED, INCOMPLETE, Record, Verdict, describe
+from .records import ACCEPTED, INCOMPLETE, Reach, Record, Verdict, describe
 
 
 def _style(verdict: Verdict) -> str:
@@ -41,10 +41,13 @@ def _largest(records: Sequence[Record]) -> str:
     return ", ".join(f"{gate} {max(r.use.get(gate, 0.0) for r in records):.2g}" for gate in gates) or "-"
 
 
-def show(console: Console, records: Sequence[Record]) -> None:
-    """Print failures, then the table."""
+def show(console: Console, records: Sequence[Record], reaches: Sequence[Reach] = ()) -> None:
+    """Print failures, then the table, then what was really covered."""
     bad = [r for r in records if not r.accepted]
     console.print(Group(*(failure(r) for r in bad), *([Text()] if bad else []), table(records)))
+    if reaches:
+        each = ", ".join(f"{reach.adapter} {reach.covered}" for reach in reaches)
+        console.print(Text(f"pairs of levels judged natively, of {reaches[0].feasible} feasible: {each}"))
 
 
 class FaultOutcome(Protocol):

@@ -17,6 +17,7 @@ from .common import (
     cells_of,
     check_device,
     err,
+    gpus,
     out,
     processes_for,
     tier_path,
@@ -31,7 +32,7 @@ def audit(
     tier: Tier = "smoke",
     device: Device = "cpu",
     expression: Expression = "",
-    processes: Processes = None,
+    processes: Processes = "",
     list_only: Annotated[bool, typer.Option("--list", help="Print the catalogue instead.")] = False,
 ) -> None:
     """Prove that the gates work: run every seeded fault, and see it killed by the right gate with the right place
@@ -77,7 +78,13 @@ def audit(
     try:
         judged = judge_all(
             Selection(
-                path, names, device, expression, processes=processes_for(processes, device), limits=Limits(10.0, 60.0)
+                path,
+                names,
+                device,
+                expression,
+                processes=processes_for(processes, device),
+                limits=Limits(10.0, 60.0),
+                gpus=gpus() if device == "cuda" else 0,
             ),
             err,
         )

@@ -43,7 +43,13 @@ Expression = Annotated[
     str, typer.Option("-k", help="Only cells whose id matches, as in pytest: 'bf16 and not splits'.")
 ]
 Processes = Annotated[
-    int | None, typer.Option("-n", min=1, help="Cells judged at a time.", show_default="cores; 1 on a GPU")
+    str,
+    typer.Option(
+        "-n",
+        metavar="N|auto",
+        help="Cells judged at a time; auto: one on each core, or each GPU; on cuda they spread over all GPUs.",
+        show_default="cores; 1 on a GPU",
+    ),
 ]
 AdapterName = Annotated[
     str,
@@ -148,6 +154,19 @@ def check_adapters(adapters: list[str]) -> None:
             usage(error)
 
 
-def processes_for(requested: int | None, device: str) -> int:
-    """One per core on the CPU; one on a GPU, where launches share the device."""
-    return requested or ((os.cpu_count() or 1) if device == "cpu" else 1)
+def processes_for(requested: str, device: str) -> int:
+    """One per core on the CPU; one on a GPU, where launches share the device, unless `auto` asks for one on each."""
+    if requested not in ("", "auto"):
+        if not requested.isdecimal() or not int(requested):
+            usage(f"-n takes a number from 1 or auto, got {requested!r}")
+        return int(requested)
+    if device == "cpu":
+        return os.cpu_count() or 1
+    return gpus() if requested and device == "cuda" else 1
+
+
+def gpus() -> int:
+    """GPUs that torch sees."""
+    import torch
+
+    return max(1, torch.cuda.device_count())

@@ -10,6 +10,7 @@ import typer
 from sacts.matrices.cell import axis_values
 from sacts.reports import html, junit, records, shards, summary
 
+from ..reach import reaches
 from .common import out, usage
 
 app = typer.Typer(no_args_is_help=True, help="Work with what runs have written.")
@@ -42,7 +43,8 @@ def merge(
     shards.write_durations(report, seconds)
     records.write(report / shards.RECORDS, judged)
     junit.write(report / "junit.xml", judged)
-    html.write(report / "report.html", judged, manifest.environment, axis_values)
-    summary.show(out, judged)
+    covered = reaches(judged)
+    html.write(report / "report.html", judged, manifest.environment, axis_values, covered)
+    summary.show(out, judged, covered)
     out.print(f"{len(folders)} shards, {len(judged)} records, in {report}", markup=False, highlight=False)
     raise typer.Exit(records.exit_code(judged))

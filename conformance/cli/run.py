@@ -31,6 +31,7 @@ from .common import (
     check_device,
     durations_of,
     err,
+    gpus,
     out,
     processes_for,
     shard_of,
@@ -91,7 +92,7 @@ def run(
     device: Device = "cpu",
     expression: Expression = "",
     where: Where = "",
-    processes: Processes = None,
+    processes: Processes = "",
     replicates: Annotated[int, typer.Option(min=1, help="Draw each cell's data this many times.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one launch.")] = 30.0,
     compile_timeout: Annotated[
@@ -138,6 +139,7 @@ def run(
             max(replicates, needed),
             processes_for(processes, device),
             Limits(timeout, compile_timeout),
+            gpus() if device == "cuda" else 0,
         )
         try:
             seconds: dict[str, float] = {}
@@ -148,6 +150,7 @@ def run(
     from sacts.reports.shards import Manifest, write, write_durations
 
     from ..environment import environment
+    from ..reach import reaches
 
     found = environment(device)
     if not (cells or expression):
@@ -165,12 +168,13 @@ def run(
         )
         write(report, manifest)
         write_durations(report, seconds)
-    summary.show(out, judged)
+    covered = reaches(judged)
+    summary.show(out, judged, covered)
     code = records.exit_code(judged)
     word = {records.EXIT_ACCEPTED: "accepted", records.EXIT_FAILURES: "not accepted"}.get(code, "incomplete")
     records.write(report / "records.jsonl", judged)
     junit.write(report / "junit.xml", judged)
-    html.write(report / "report.html", judged, found, axis_values)
+    html.write(report / "report.html", judged, found, axis_values, covered)
     files = "records.jsonl, junit.xml and report.html"
     out.print(f"{word}; {len(judged)} records: {files} in {report}", markup=False, highlight=False)
     raise typer.Exit(code)
