@@ -261,6 +261,8 @@ def _selection(config: Config) -> Found:
         if length is None:
             raise config.error(f"the field {block} is missing, and {selector} selects blocks")
         yield fixed("block", str(length.value), _said(selector, length))
+        if length.value > 1:
+            yield Decision("pattern", "pattern!=example", "", f"{length}: the lists of the example name tokens")
         return
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_matrix import cells
 from typer.testing import CliRunner
 
+from sacts.conformance.build import build
 from sacts.conformance.cli import app
 from sacts.matrices import models, tiers
 from sacts.matrices.cell import Cell, parse, value_text
@@ -166,6 +167,12 @@ def test_the_document_says_how_many_cells_a_sample_triggers(name: str) -> None:
     (line,) = (line for line in document.splitlines() if line.startswith(f"| `{name}`"))
     triggered = [str(len(models.subset(sample(name), TIERS[tier]).cells)) for tier in ("smoke", "terms")]
     assert [cell.strip() for cell in line.split("|")[3:5]] == triggered
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_cell_that_a_sample_triggers_can_be_built(name: str) -> None:
+    for cell in models.subset(sample(name), (*TIERS["smoke"], *TIERS["terms"])).cells:
+        assert build(cell).spec.head_dim_qk == cell.dim
 
 
 # --- what a subset is, stated again without filters

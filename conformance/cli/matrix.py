@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from sacts.matrices import models, shards
+from sacts.matrices import models, must_pass, shards
 from sacts.matrices.axes import AXES, MEANINGS
 from sacts.matrices.cell import value_text
 from sacts.reports import records
@@ -209,6 +210,37 @@ def explain_model(
         f"{len(part.cells)} cells from {len(whole)} of {tier}" + (f", {part.twice} became alike" if part.twice else "")
     )
     print("\n".join(cell.id for cell in part.cells))
+
+
+@app.command("must-pass")
+def list_must_pass(
+    cells: Annotated[bool, typer.Option("--cells", help="Print the tier file of its cells.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what the source article asks to be tested: each demand with its section, and the cells or the tests of the
+    suite that meet it, or what it waits for. What waits is open, and counts as nothing.
+
+    [bold]sacts run -t must-pass -a my_kernel.py[/]  the cells
+    """
+    demands = must_pass.load()
+    if cells:
+        print(must_pass.tier_text(demands), end="")
+        return
+    if as_json:
+        listed = [asdict(each) | {"cells": [cell.id for cell in each.cells]} for each in demands]
+        print(json.dumps(listed, indent=1))
+        return
+    table = Table("clause", "demand", "met by", title="must-pass", show_lines=True)
+    for each in demands:
+        met = "\n".join((*(cell.id for cell in each.cells), *each.tests)) or f"open: waits for {each.waits_for}"
+        table.add_row(each.clause, Text(each.demand), Text(met))
+    out.print(table)
+    met_by = {name: sum(bool(getattr(each, name)) for each in demands) for name in must_pass.MEANS}
+    number = len({cell for each in demands for cell in each.cells})
+    print(
+        f"{len(demands)} demands: {met_by['cells']} met by {number} cells, {met_by['tests']} by tests of the suite, "
+        f"{met_by['waits_for']} open"
+    )
 
 
 @app.command("axes")
