@@ -102,7 +102,7 @@ def read(path: Path) -> Config:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ModelError(f"{path}: is no text in UTF-8") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beside what is no JSON: numbers and nesting beyond Python's limits
         raise ModelError(f"{path}: is no JSON: {error}") from None
     return config_of(found, str(path))
 

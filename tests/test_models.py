@@ -337,6 +337,34 @@ def test_a_wrong_field_is_named_with_what_was_expected(fields: dict[str, Any], w
     assert [word for word in words if word not in str(caught.value)] == []
 
 
+NAMES = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "torch_dtype", "model_type", "layer_types",
+    "sliding_window", "use_sliding_window", "max_window_layers", "num_hidden_layers", "sliding_window_pattern",
+    "rope_theta", "partial_rotary_factor", "rotary_dim", "rope_interleave", "alibi", "relative_attention_num_buckets",
+    "attn_logit_softcapping", "attention_dropout", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "index_topk", "sparse_config", "block_counts", "block_size", "is_causal", "quantization_config", "text_config",
+    "multi_query", "attn_output_gate",
+)  # fmt: skip
+KEYS = st.sampled_from(["topk", "kv_cache_scheme", "type"])
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.sampled_from(["", "bfloat16", "llama"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6))
+def test_whatever_a_config_holds_it_is_a_model_or_the_error_names_the_file(fields: dict[str, Any]) -> None:
+    base = {"num_attention_heads": 8, "head_dim": 64} | fields
+    try:
+        found = models.model_of(config_of(json.loads(json.dumps(base)), "own.json"))
+    except ModelError as error:
+        assert str(error).startswith("own.json: ")
+    else:
+        assert models.subset(found, OWN).cells or found.refusals
+
+
 def test_fields_of_the_text_part_come_first() -> None:
     found = models.model_of(
         config_of({"num_attention_heads": 4, "head_dim": 32, "text_config": {"num_attention_heads": 8, "head_dim": 64}})
@@ -355,7 +383,14 @@ def sacts(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "is no JSON"), ("[1]", "a config is a JSON object, got list"), ("{}", "num_attention_heads is missing")],
+    [
+        ("{", "is no JSON"),
+        ("9" * 5000, "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[1]", "a config is a JSON object, got list"),
+        ("{}", "num_attention_heads is missing"),
+    ],
+    ids=["cut", "long", "deep", "list", "empty"],
 )
 def test_a_file_that_is_no_config_is_a_usage_error(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "c.json"

@@ -13,12 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from sacts.conformance.cli import app
+from sacts.conformance.worker import Worker
 from sacts.matrices import must_pass, tiers
-from sacts.matrices.cell import Cell
+from sacts.matrices.cell import Cell, parse
 from sacts.matrices.must_pass import Demand, MustPassError
 from sacts.matrices.shards import predicted
+from sacts.reports.records import Gate, Verdict
 
 ROOT = Path(__file__).parent.parent
+ADAPTERS = Path(__file__).parent / "adapters"
 DEMANDS = must_pass.load()
 TIER = tiers.load(tiers.path_of("must-pass"))
 
@@ -61,6 +64,9 @@ NAMED: dict[str, Callable[[Cell], bool]] = {
     ),
     "W and window_left together": lambda c: c.pattern == "union" and c.window >= 0,
     "unequal rows, split": lambda c: c.splits > 1 and len(set(c.kv)) > 2,
+    "8 splits with keys in each": lambda c: (
+        c.pattern == "all" and c.splits == 8 and -(-c.kv[0] // c.tile) % 8 == 0 and len(c.kv) == 1
+    ),
     "an empty split": lambda c: c.pattern == "all" and c.splits > -(-max(c.kv) // c.tile),
     "odd base offsets": having("cache", "strided"),
     "more queries than keys": lambda c: any(q > t for q, t in zip(c.qo_lens, c.kv, strict=True)),
@@ -79,6 +85,36 @@ NAMED: dict[str, Callable[[Cell], bool]] = {
 @pytest.mark.parametrize("name", NAMED)
 def test_a_test_that_is_asked_for_by_name_is_a_cell(name: str) -> None:
     assert any(NAMED[name](cell) for cell in TIER)
+
+
+FAULTS = "sacts.kernels_under_test.faults:"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "cell", "gate"),
+    [
+        (f"{FAULTS}duplicate_counted_twice", "decode/fp32/kv:77/page:32/pattern:duplicates", Gate.INDEX),
+        (f"{FAULTS}causal_top_left", "prefill/fp16/kv:50/q:6/heads:4-1/block:16/causal:bottom_right", Gate.COUNT),
+        (
+            f"{FAULTS}window_off_by_one",
+            "prefill/fp16/kv:60/q:3/heads:4-1/pattern:union/causal:bottom_right/window:10",
+            Gate.COUNT,
+        ),
+        (
+            str(ADAPTERS / "unwritten_maximum.py"),
+            "decode/fp32/kv:40/heads:4-1/pattern:all/splits:8/tile:16",
+            Gate.MERGE,
+        ),
+        (f"{FAULTS}strides_from_shape", "decode/fp16/kv:50+20/cache:strided", Gate.ADDRESS),
+    ],
+)
+def test_a_cell_catches_what_it_was_asked_for(adapter: str, cell: str, gate: Gate) -> None:
+    assert parse(cell) in TIER
+    with Worker(adapter) as worker:
+        record = worker.judge(cell)
+    assert record.verdict is Verdict.FAIL
+    assert record.finding is not None
+    assert record.finding.gate is gate, record.sentence
 
 
 def test_what_waits_is_open_and_nothing_else_is() -> None:
