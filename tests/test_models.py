@@ -435,6 +435,13 @@ def test_each_look_at_the_matrix_takes_a_model(command: str) -> None:
     assert "window" not in said
 
 
+def test_the_jobs_of_a_model_hold_its_cells_each_once() -> None:
+    config = str(CONFIGS / "mistral-7b.json")
+    jobs = json.loads(sacts("matrix", "export", "--model", config, "--shards", "3")[1])
+    triggered = [cell.id for cell in models.subset(sample("mistral-7b"), TIERS["smoke"]).cells]
+    assert sorted(cell for job in jobs for cell in job["cells"]) == sorted(triggered)
+
+
 def test_list_narrows_what_a_model_triggers() -> None:
     config = str(CONFIGS / "llama-3.1-8b.json")
     code, said = sacts("matrix", "list", "--model", config, "--where", "splits=8", "--json")
