@@ -92,6 +92,12 @@ CONSTRAINTS = (
         "pattern:example needs map:example",
     ),
     Constraint(
+        "example tokens",
+        ("pattern", "block"),
+        lambda c: c.pattern != "example" or c.block == 1,
+        "pattern:example names tokens: it needs block:1",
+    ),
+    Constraint(
         "example pages",
         ("map", "page", "kv"),
         lambda c: c.map != "example" or (c.page == 64 and c.kv == (128,)),

@@ -167,7 +167,7 @@ class _Search:
 
 def must_pass() -> list[Cell]:
     """The cells that stand first in every tier, by clause; none as long as there is no list."""
-    path = tiers.TIERS / "must_pass.cells"
+    path = tiers.TIERS / "must-pass.cells"
     return tiers.load(path) if path.is_file() else []
 
 

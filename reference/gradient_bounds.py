@@ -244,7 +244,8 @@ def _sink_terms(
     p = np.exp(sink - lse)
     size = p * np.abs(delta)
     own = _relative(numerics.u_exp + U32 * (9 * np.abs(sink) + 8 * np.abs(lse) + 8) + lse_error)
-    return np.array([size * own + p * (1 + own) * d_error, size, np.ones_like(size)])
+    flushed = FLUSH * (np.abs(delta) + d_error + 2)
+    return np.array([size * own + p * (1 + own) * d_error + flushed, size, np.ones_like(size)])
 
 
 def _query_terms(spec: AttentionSpec, group: Group, numerics: Numerics, e: _Edges) -> _QueryTerms:

@@ -135,6 +135,12 @@ def test_a_right_backward_passes_whatever_the_cell(adapter: type, cell: str) -> 
     assert found.probes["gradients"].said == "judged"
 
 
+def test_a_sink_whose_weight_is_below_the_smallest_normal_number_may_be_flushed() -> None:
+    """Logits of 100 beside the sink: its gradient is about 1e-45, which a kernel may give as 0."""
+    found = verdict_of(Adapter(), "decode/bf16/kv:130/heads:16-2/splits:8/tile:16/values:huge/sink:on")
+    assert (found.said, found.finding) == ("pass", None)
+
+
 @pytest.mark.parametrize("how", ARITHMETICS.values(), ids=ARITHMETICS)
 def test_no_cell_of_a_campaign_raises_an_alarm(how: dict[str, Any]) -> None:
     """A tenth of the cells, once, where no campaign is asked for."""

@@ -20,9 +20,10 @@ names = sys.argv[2:]
 for name in names:
     module = importlib.import_module(name)
     assert pathlib.Path(module.__file__).is_relative_to(where), module.__file__
-from sacts.matrices import tiers
+from sacts.matrices import must_pass, tiers
 from sacts.kernels_under_test.faults import catalogue
 assert len(tiers.load(tiers.path_of("smoke"))) >= 12
+assert must_pass.load()
 assert len(catalogue()) >= 10
 points = importlib.metadata.entry_points(group="sacts.adapters")
 assert {point.name for point in points} == {"triton", "sdpa"}

@@ -11,8 +11,9 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from sacts.matrices import filters, shards, tiers
+from sacts.matrices import filters, models, shards, tiers
 from sacts.matrices.cell import Cell, CellError, parse
+from sacts.matrices.configs import ModelError
 from sacts.reports import records
 from sacts.reports.shards import MergeError, read_durations
 
@@ -64,6 +65,15 @@ CellIds = Annotated[
 Where = Annotated[
     str, typer.Option("--where", help="Only cells whose axes match: 'phase=decode and (splits>1 or dtype=bf16)'.")
 ]
+ModelOf = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="CONFIG",
+        help="config.json of a model: only the cells that it triggers; why, says sacts matrix model.",
+        show_default=False,
+    ),
+]
 ShardOf = Annotated[
     str, typer.Option("--shard", metavar="I/N", help="Part I of N of the tier; join with sacts report merge.")
 ]
@@ -87,6 +97,29 @@ def where_of(cells: list[Cell], text: str) -> list[Cell]:
     except filters.FilterError as error:
         usage(error)
     return [cell for cell in cells if keep(cell)]
+
+
+def read_model(path: Path) -> models.Model:
+    """The model of a config, or a usage error that names the field."""
+    try:
+        return models.load(path)
+    except ModelError as error:
+        usage(error)
+
+
+def model_cells(cells: list[Cell], path: Path | None) -> list[Cell]:
+    """The cells that a model triggers, all where none is named; what has no cell is said. A usage error where none is
+    left.
+    """
+    if path is None:
+        return cells
+    model = read_model(path)
+    for refusal in model.refusals:
+        err.print(f"{path.name} refused: {refusal.message}", style="yellow", markup=False, highlight=False)
+    found = models.subset(model, cells)
+    if not found.cells:
+        usage(f"{path} triggers no cell of this tier; see sacts matrix model {path}")
+    return list(found.cells)
 
 
 def shard_of(text: str) -> shards.Shard:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from sacts.matrices import shards, tiers
+from sacts.matrices import models, must_pass, shards, tiers
 from sacts.matrices.axes import AXES, MEANINGS
 from sacts.matrices.cell import value_text
 from sacts.reports import records
@@ -20,6 +23,7 @@ from ..worker import Worker
 from .common import (
     AsJson,
     DurationsOf,
+    ModelOf,
     Tier,
     Where,
     adapter_names,
@@ -28,6 +32,9 @@ from .common import (
     check_adapters,
     durations_of,
     err,
+    model_cells,
+    out,
+    read_model,
     tier_path,
     where_of,
 )
@@ -36,12 +43,12 @@ app = typer.Typer(no_args_is_help=True, help="Look at the matrix: which cells ex
 
 
 @app.command("list")
-def list_cells(tier: Tier = "smoke", where: Where = "", as_json: AsJson = False) -> None:
+def list_cells(tier: Tier = "smoke", where: Where = "", model: ModelOf = None, as_json: AsJson = False) -> None:
     """Print the cell ids of a tier, one a line: what a .cells file holds.
 
     [bold]sacts matrix list --where "phase=decode and splits>1" > mine.cells[/]
     """
-    ids = [cell.id for cell in where_of(cells_of(tier_path(tier)), where)]
+    ids = [cell.id for cell in where_of(model_cells(cells_of(tier_path(tier)), model), where)]
     print(json.dumps(ids, indent=1) if as_json else "\n".join(ids))
 
 
@@ -63,12 +70,12 @@ def show(cell: Annotated[str, typer.Argument(help="A cell id.")], as_json: AsJso
 
 
 @app.command()
-def count(tier: Tier = "smoke", where: Where = "") -> None:
+def count(tier: Tier = "smoke", where: Where = "", model: ModelOf = None) -> None:
     """Print how many cells a tier has, by value of each axis that varies.
 
     [bold]sacts matrix count --where dtype=bf16[/]
     """
-    cells = where_of(cells_of(tier_path(tier)), where)
+    cells = where_of(model_cells(cells_of(tier_path(tier)), model), where)
     print(f"{len(cells)} cells")
     cost = [shards.predicted(cell) for cell in cells]
     print(f"predicted: {sum(cost):.0f} iterations a launch of each cell, the dearest {max(cost):.0f}")
@@ -101,6 +108,7 @@ def status(
     ] = "triton",
     tier: Tier = "smoke",
     where: Where = "",
+    model: ModelOf = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what an adapter declares for each cell of a tier: native, fallback(reason) or refused(reason). Nothing is
@@ -109,7 +117,7 @@ def status(
     [bold]sacts matrix status -a my_kernel.py -t terms[/]
     """
     check_adapters([adapter])
-    cells = [cell.id for cell in where_of(cells_of(tier_path(tier)), where)]
+    cells = [cell.id for cell in where_of(model_cells(cells_of(tier_path(tier)), model), where)]
     with Worker(adapter) as worker:
         stated = worker.statuses(cells)
     if stated.error:
@@ -188,6 +196,7 @@ def export(
     tier: Tier = "smoke",
     count: Annotated[int, typer.Option("--shards", min=1, help="Parts to cut the tier into.")] = 4,
     form: Annotated[Form, typer.Option("--format", help="For which system.")] = Form.JSON,
+    model: ModelOf = None,
     durations: DurationsOf = None,
 ) -> None:
     """Print the jobs of a sharded run, each for sacts run --shard: a GitHub matrix, a GitLab parallel matrix, or the
@@ -195,7 +204,7 @@ def export(
 
     [bold]sacts matrix export --shards 4 --format github[/]
     """
-    cells, seconds = cells_of(tier_path(tier)), durations_of(durations)
+    cells, seconds = model_cells(cells_of(tier_path(tier)), model), durations_of(durations)
     parts = [part for part in shards.parts(cells, count, seconds) if part]
     names = [str(shards.Shard(n, len(parts))) for n in range(1, len(parts) + 1)]
     if form is Form.GITHUB:
@@ -209,6 +218,64 @@ def export(
             for name, part in zip(names, parts, strict=True)
         ]
         print(json.dumps(found, indent=1))
+
+
+@app.command("model")
+def explain_model(
+    config: Annotated[Path, typer.Argument(help="config.json of a model, as Hugging Face writes it.")],
+    tier: Tier = "smoke",
+) -> None:
+    """Print what the fields of a config decide about each axis, and the cells of a tier that the model triggers.
+
+    [bold]sacts matrix model config.json -t terms[/]
+    """
+    found, whole = read_model(config), cells_of(tier_path(tier))
+    table = Table("axis", "cells that it triggers", "others", "decided by", title=found.name)
+    for each in found.decisions:
+        others = f"become {each.axis}:{each.brings}" if each.brings else "left out" if each.where else ""
+        table.add_row(each.axis, each.where or "all", others, Text(each.because))
+    out.print(table)
+    print("undecided, the serving engine's: " + ", ".join(found.undecided))
+    for refusal in found.refusals:
+        print(f"refused: {refusal.message}")
+    part = models.subset(found, whole)
+    for because, times in part.left_out.items():
+        print(f"left out {times}: {because}")
+    print(
+        f"{len(part.cells)} cells from {len(whole)} of {tier}" + (f", {part.twice} became alike" if part.twice else "")
+    )
+    print("\n".join(cell.id for cell in part.cells))
+
+
+@app.command("must-pass")
+def list_must_pass(
+    cells: Annotated[bool, typer.Option("--cells", help="Print the tier file of its cells.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what the source article asks to be tested: each demand with its section, and the cells or the tests of the
+    suite that meet it, or what it waits for. What waits is open, and counts as nothing.
+
+    [bold]sacts run -t must-pass -a my_kernel.py[/]  the cells
+    """
+    demands = must_pass.load()
+    if cells:
+        print(must_pass.tier_text(demands), end="")
+        return
+    if as_json:
+        listed = [asdict(each) | {"cells": [cell.id for cell in each.cells]} for each in demands]
+        print(json.dumps(listed, indent=1))
+        return
+    table = Table("clause", "demand", "met by", title="must-pass", show_lines=True)
+    for each in demands:
+        met = "\n".join((*(cell.id for cell in each.cells), *each.tests)) or f"open: waits for {each.waits_for}"
+        table.add_row(each.clause, Text(each.demand), Text(met))
+    out.print(table)
+    met_by = {name: sum(bool(getattr(each, name)) for each in demands) for name in must_pass.MEANS}
+    number = len({cell for each in demands for cell in each.cells})
+    print(
+        f"{len(demands)} demands: {met_by['cells']} met by {number} cells, {met_by['tests']} by tests of the suite, "
+        f"{met_by['waits_for']} open"
+    )
 
 
 @app.command("axes")

@@ -20,6 +20,7 @@ from .common import (
     Device,
     DurationsOf,
     Expression,
+    ModelOf,
     Processes,
     ShardOf,
     Tier,
@@ -32,6 +33,7 @@ from .common import (
     durations_of,
     err,
     gpus,
+    model_cells,
     out,
     processes_for,
     shard_of,
@@ -92,6 +94,7 @@ def run(
     device: Device = "cpu",
     expression: Expression = "",
     where: Where = "",
+    model: ModelOf = None,
     processes: Processes = "",
     replicates: Annotated[int, typer.Option(min=1, help="Draw each cell's data this many times.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one launch.")] = 30.0,
@@ -112,6 +115,8 @@ def run(
 
     [bold]sacts run -a triton -d cuda -k "prefill and bf16"[/]  a part of the tier, on a GPU
 
+    [bold]sacts run -a my_kernel.py --model config.json[/]  the part of the tier that a model triggers
+
     [bold]sacts run -a triton decode/fp16/kv:17/pattern:all[/]  one cell, as failures print it
     """
     from ..session import Selection, SelectionError, judge_all
@@ -123,9 +128,9 @@ def run(
     part = shard_of(shard)
     if part != shards.WHOLE and (cells or expression):
         usage("--shard cuts a whole tier: leave cells and -k away and say --where, or name a .cells file with --tier")
-    if cells and where:
-        usage("--where narrows a tier: leave it away where cells are named")
-    whole = where_of(cells_of(tier_path(tier)), where)
+    if cells and (where or model):
+        usage("--where and --model narrow a tier: leave them away where cells are named")
+    whole = where_of(model_cells(cells_of(tier_path(tier)), model), where)
     if not whole:
         usage(f"no cell of {tier_path(tier).name} matches --where {where!r}; see sacts matrix count")
     with _tier_of(cells or [], tier_path(tier), whole, part, durations_of(durations)) as (path, chosen, needed):
