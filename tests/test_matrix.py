@@ -30,6 +30,7 @@ def cells(draw: st.DrawFn) -> Cell:
     patterns = (
         {"example"} if page_map == "example" and draw(st.booleans()) else PATTERNS.keys() - {"example", "case64k"}
     )
+    pattern = draw(st.sampled_from(sorted(patterns)))
     return Cell(
         phase=phase,
         dtype=draw(st.sampled_from(DType)).value,
@@ -39,8 +40,8 @@ def cells(draw: st.DrawFn) -> Cell:
         dim=(dim := draw(size)),
         vdim=draw(st.integers(0, 99).filter(lambda n: n != dim)),
         page=64 if page_map == "example" else draw(size),
-        block=draw(size),
-        pattern=draw(st.sampled_from(sorted(patterns))),
+        block=1 if pattern == "example" else draw(size),
+        pattern=pattern,
         map=page_map,
         cache="contiguous" if page_map == "high" else draw(st.sampled_from(sorted(CACHES))),
         causal=draw(st.sampled_from((CausalRule.NONE, CausalRule.BOTTOM_RIGHT))).value,

@@ -105,7 +105,7 @@ WHY: dict[str, dict[str, tuple[set[str], str]]] = {
         "dropout": ({"0", "10"}, "attn_pdrop 0.1: in training only"),
     },
     "qwen-blocks": {"block": ({"64"}, "block_counts 16, block_size 64")},
-    "deepseek-v3.2": {"block": (set(), "index_topk 2048: tokens are selected")},
+    "deepseek-v3.2": {"block": ({"1"}, "index_topk 2048: tokens are selected")},
 }
 # One cell for each value that a model may trigger or not, whatever tiers hold.
 OWN = [
@@ -293,14 +293,14 @@ def test_what_has_no_cell_is_refused_in_words(fields: dict[str, Any], words: str
     assert (not models.subset(found, TIERS["smoke"]).cells) is whole
 
 
-def test_latent_attention_is_refused_in_both_its_forms() -> None:
+def test_latent_attention_is_triggered_in_its_expanded_form_and_refused_in_the_other() -> None:
     found = sample("deepseek-v3.2")
     assert [refusal.message for refusal in found.refusals] == [
-        "head_dim_qk 192 != head_dim_vo 128 has no cell yet (expanded: qk_nope_head_dim 128, qk_rope_head_dim 64, "
-        "v_head_dim 128)",
-        "head_dim_qk 576 != head_dim_vo 512 has no cell yet (latent: kv_lora_rank 512, qk_rope_head_dim 64)",
+        "the latent form, dim:576/vdim:512 with one KV head, is no part of this subset (kv_lora_rank 512, "
+        "qk_rope_head_dim 64)"
     ]
-    assert sum(models.subset(found, TIERS["smoke"]).left_out.values()) == len(TIERS["smoke"])
+    cells = models.subset(found, TIERS["smoke"]).cells
+    assert {(cell.dim, cell.vdim) for cell in cells} == {(192, 128)}
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def test_each_look_at_the_matrix_takes_a_model(command: str) -> None:
     config = str(CONFIGS / "llama-3.1-8b.json")
     code, said = sacts("matrix", command, "--model", config)
     assert code == 0
-    assert {"list": "heads:8-2/dim:128", "count": "39 cells", "export": "heads:8-2/dim:128"}[command] in said
+    assert {"list": "heads:8-2/dim:128", "count": "40 cells", "export": "heads:8-2/dim:128"}[command] in said
     assert "window" not in said
 
 
@@ -450,10 +450,9 @@ def test_list_narrows_what_a_model_triggers() -> None:
 
 
 def test_a_model_without_cells_is_a_usage_error_that_says_why() -> None:
-    code, said = sacts("run", "--model", str(CONFIGS / "deepseek-v3.2.json"))
+    code, said = sacts("run", "--model", str(CONFIGS / "deepseek-v3.2.json"), "--where", "dim=64 and vdim=64")
     assert code == 2
-    assert "head_dim_qk 192 != head_dim_vo 128 has no cell yet" in said
-    assert "triggers no cell" in said
+    assert "dim=64 and vdim=64" in said
 
 
 def test_a_model_beside_named_cells_is_a_usage_error() -> None:
