@@ -30,6 +30,7 @@ from .loading import AdapterError, load
 from .localise.launches import BUDGET
 from .localise.locate import locate
 from .status import status_of
+from .worker import SUITE_LIMIT
 
 
 class Order(msgspec.Struct, tag="judge"):
@@ -110,6 +111,10 @@ class Started(msgspec.Struct, tag="started"):
     limit: float
 
 
+class Returned(msgspec.Struct, tag="returned"):
+    """The launch came back; what follows is the suite's own work."""
+
+
 class Judged(msgspec.Struct, tag="judged"):
     """The cell is done. `last`: the process cannot go on (a poisoned device context) and ends now."""
 
@@ -118,7 +123,7 @@ class Judged(msgspec.Struct, tag="judged"):
 
 
 Answer = Described | Measured | Located | Stated
-Message = Started | Judged | Answer
+Message = Started | Returned | Judged | Answer
 _ANSWERS: dict[type, Callable[..., Answer]] = {
     Describe: Described,
     Ask: Stated,
@@ -165,6 +170,10 @@ class Child:
         faulthandler.dump_traceback_later(limit, exit=True)
         self._send(Started(self._launches, limit))
 
+    def _returned(self) -> None:
+        faulthandler.dump_traceback_later(SUITE_LIMIT, exit=True)
+        self._send(Returned())
+
     def serve(self, orders: BinaryIO) -> None:
         """Judge until the orders end."""
         for line in orders:
@@ -191,7 +200,7 @@ class Child:
             backend = Backend(self._backend.adapter)
             for field, value in declare.items():
                 backend.capabilities = conventions.declare(backend.capabilities, field, value)
-            self._launchers[key] = Launcher(backend, self._device, self._started)
+            self._launchers[key] = Launcher(backend, self._device, self._started, on_return=self._returned)
         return self._launchers[key]
 
     def _answer(self, order: Describe | Measure | Locate | Ask) -> Answer:

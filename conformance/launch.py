@@ -71,7 +71,9 @@ CLEAN = Surroundings()
 
 
 class Launcher:
-    """Runs one backend on one device. `on_launch(first)` is called before each launch: the time limit starts there."""
+    """Runs one backend on one device. `on_launch(first)` is called before each launch, where the time limit starts, and
+    `on_return()` behind it, where it ends.
+    """
 
     def __init__(
         self,
@@ -79,17 +81,19 @@ class Launcher:
         device: str,
         on_launch: Callable[[bool], None] = lambda first: None,
         execution: Execution = Execution.EAGER,
+        on_return: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend = backend
         self.device = device
         self.execution = execution
-        self._on_launch = on_launch
+        self._on_launch, self._on_return = on_launch, on_return
         self._launched: set[tuple[type, AttentionSpec]] = set()
         self._returns_own: dict[type, bool] = {}
 
     def executing(self, execution: Execution) -> Launcher:
         """The same, but for what runs before each launch."""
-        return self if execution is self.execution else Launcher(self.backend, self.device, self._on_launch, execution)
+        same = self.backend, self.device, self._on_launch, execution, self._on_return
+        return self if execution is self.execution else Launcher(*same)
 
     def support(self, spec: AttentionSpec) -> Support:
         """What the backend declares for a spec. Raises AdapterRaised."""
@@ -119,8 +123,11 @@ class Launcher:
         self._on_launch((kind, launch.problem.spec) not in self._launched)
         self._launched.add((kind, launch.problem.spec))
         again = replace(launch)
-        with _filled_memory(self._returns_own.get(kind, False)):
-            observed, own = launch.run(self.execution)
+        try:
+            with _filled_memory(self._returns_own.get(kind, False)):
+                observed, own = launch.run(self.execution)
+        finally:
+            self._on_return()
         if own and not self._returns_own.get(kind):  # its empty tensors held no NaN yet: once more, under the fill
             self._returns_own[kind] = True
             return self.perform(again)

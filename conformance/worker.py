@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,6 +38,14 @@ class Limits:
 
     launch: float = 30.0
     first: float = 60.0
+
+
+class Lost(NamedTuple):
+    """How far a child had come: its last launch, the limit that held, and whether it was inside the launch."""
+
+    launch: int
+    limit: float
+    inside: bool
 
 
 class Worker:
@@ -103,18 +111,21 @@ class Worker:
 
     def _ask(self, order: Order | Describe | Measure | Locate | Ask, reply: type[Reply]) -> Reply | Record:
         """The child's answer, or the record of its loss."""
-        from .child import Message, Started
+        from .child import Message, Returned, Started
 
         cell, replicate = getattr(order, "cell", ""), getattr(order, "replicate", 0)
         self._send(order)
-        launch, limit = 0, SUITE_LIMIT
+        launch, limit, inside = 0, SUITE_LIMIT, False
         while True:
             line = self._read(limit + GRACE)
             if not line:
-                return self._lost(cell, replicate, launch, limit, timed_out=line is None)
+                return self._lost(cell, replicate, Lost(launch, limit, inside), timed_out=line is None)
             message = msgspec.json.decode(line, type=Message)
             if isinstance(message, Started):
-                launch, limit = message.launch, message.limit
+                launch, limit, inside = message.launch, message.limit, True
+                continue
+            if isinstance(message, Returned):
+                limit, inside = SUITE_LIMIT, False
                 continue
             assert isinstance(message, reply)
             return message
@@ -190,7 +201,7 @@ class Worker:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _lost(self, cell: str, replicate: int, launch: int, limit: float, timed_out: bool) -> Record:
+    def _lost(self, cell: str, replicate: int, lost: Lost, timed_out: bool) -> Record:
         """The verdict on a child that ended or hung; the next cell gets a new one."""
         from .judge import blank
 
@@ -198,15 +209,16 @@ class Worker:
         code = None if timed_out else self._process.wait()
         tail = self._said()
         self.close()
-        verdict, sentence = _cause(code, tail, launch, limit)
+        verdict, sentence = _cause(code, tail, lost)
         return blank(self.adapter, self.device, cell, replicate, verdict, sentence)
 
 
-def _cause(code: int | None, tail: str, launch: int, limit: float) -> tuple[Verdict, str]:
+def _cause(code: int | None, tail: str, lost: Lost) -> tuple[Verdict, str]:
+    launch, limit = lost.launch, lost.limit
     where = _innermost(tail)
     at = f"; it was at {where}" if where else ""
     if code is None or "Timeout (" in tail:
-        if not launch:
+        if not lost.inside:
             return Verdict.SUITE_ERROR, f"the suite's own work took over {limit:g} s{at}"
         return Verdict.TIMEOUT, f"launch {launch} did not return within {limit:g} s{at}"
     if not launch:

@@ -1,12 +1,14 @@
-"""Tiers: checked-in lists of cells, one id a line; `#` starts a comment."""
+"""Tiers: checked-in lists of cells, one id a line, or `include TIER` for those of another; `#` starts a comment."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
 from .cell import Cell, CellError, parse
 
+INCLUDE = "include "
 TIERS = Path(__file__).parent / "cells"
 
 
@@ -32,19 +34,39 @@ def path_of(tier: str) -> Path:
 
 
 def load(path: Path) -> list[Cell]:
-    """The cells of a tier file, in its order. Raises TierError naming the line that is wrong."""
-    cells: dict[Cell, int] = {}
+    """The cells of a tier file, in its order, each once. Raises TierError naming the line that is wrong."""
+    cells = list(dict.fromkeys(_cells(path, ())))
+    if not cells:
+        raise TierError(f"{path.name} names no cell")
+    return cells
+
+
+def _cells(path: Path, within: tuple[Path, ...]) -> Iterator[Cell]:
+    """`within`: the files that include this one."""
+    own: dict[Cell, int] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
+        where = f"{path.name} line {number}"
+        if text.startswith(INCLUDE):
+            yield from _included(text.removeprefix(INCLUDE).strip(), where, (*within, path))
+            continue
         try:
             cell = parse(text)
         except CellError as error:
-            raise TierError(f"{path.name} line {number}: {error}") from None
-        if cell in cells:
-            raise TierError(f"{path.name} line {number}: {text} stands already in line {cells[cell]}")
-        cells[cell] = number
-    if not cells:
-        raise TierError(f"{path.name} names no cell")
-    return list(cells)
+            raise TierError(f"{where}: {error}") from None
+        if cell in own:
+            raise TierError(f"{where}: {text} stands already in line {own[cell]}")
+        own[cell] = number
+        yield cell
+
+
+def _included(tier: str, where: str, within: tuple[Path, ...]) -> Iterator[Cell]:
+    try:
+        path = path_of(tier)
+    except TierError as error:
+        raise TierError(f"{where}: {error}") from None
+    if path in within:
+        raise TierError(f"{where}: {tier} includes itself")
+    yield from _cells(path, within)

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from sacts.conformance.worker import Limits, Worker
+from sacts.conformance.judge import judge
+from sacts.conformance.launch import Launcher
+from sacts.conformance.loading import load
+from sacts.conformance.worker import Limits, Lost, Worker, _cause
+from sacts.matrices.cell import parse
 from sacts.reports.records import Gate, Verdict
 
 ADAPTER = str(Path(__file__).parent / "adapters" / "misbehaving.py")
@@ -75,3 +79,26 @@ def test_what_a_child_leaves_in_the_temporary_folder_goes_with_it(
     assert list(tmp_path.glob("*/sacts-fault-*"))
     worker.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("inside", "verdict", "words"),
+    [
+        (True, Verdict.TIMEOUT, "launch 3 did not return within 30 s"),
+        (False, Verdict.SUITE_ERROR, "the suite's own work took over 30 s"),
+    ],
+)
+def test_time_beside_launches_is_the_suite_s_own(inside: bool, verdict: Verdict, words: str) -> None:
+    assert _cause(None, "", Lost(3, 30.0, inside)) == (verdict, words)
+
+
+@pytest.mark.parametrize("length", [20, 103])
+def test_each_launch_begins_and_ends(length: int) -> None:
+    """Also one whose adapter raises."""
+    said: list[str] = []
+    launcher = Launcher(
+        load(ADAPTER), "cpu", lambda first: said.append("begins"), on_return=lambda: said.append("ends")
+    )
+    judge(launcher, "x", parse(cell(length)))
+    assert said
+    assert said == ["begins", "ends"] * (len(said) // 2)

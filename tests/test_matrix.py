@@ -178,13 +178,32 @@ def test_a_tier_file_keeps_its_order_and_ignores_comments_and_blank_lines(tmp_pa
         ("decode/fp16/kv:1\ndecode/fp16/kv:1/pge:16\n", ("own.cells line 2", "'pge:16'", "'page'")),
         ("decode/fp16/kv:1\n\ndecode/fp16/kv:2/page:16\n", ("own.cells line 3", "write decode/fp16/kv:2")),
         ("decode/fp16/kv:1 decode/fp16/kv:2\n", ("own.cells line 1",)),
+        ("decode/fp16/kv:1\ninclude smok\n", ("own.cells line 2", "no tier 'smok'", "'smoke'")),
+        ("include OWN\n", ("own.cells line 1", "includes itself")),
+        ("include BROKEN\n", ("broken.cells line 1", "'dcode'")),
         ("# nothing\n", ("own.cells names no cell",)),
     ],
 )
 def test_a_bad_tier_file_names_the_line(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.cells"
+    broken.write_text("dcode/fp16/kv:1\n")
+    text = text.replace("BROKEN", str(broken)).replace("OWN", str(tmp_path / "own.cells"))
     with pytest.raises(tiers.TierError) as caught:
         tiers.load(written(tmp_path, text))
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_tier_includes_another_and_has_each_cell_once(tmp_path: Path) -> None:
+    text = f"{SMOKE[3].id}\ninclude smoke\ndecode/fp16/kv:3\n"
+    rest = [cell for cell in SMOKE if cell != SMOKE[3]]
+    assert tiers.load(written(tmp_path, text)) == [SMOKE[3], *rest, parse("decode/fp16/kv:3")]
+
+
+def test_the_release_tier_holds_nightly_and_the_64k_case_with_and_without_splits() -> None:
+    release, nightly, long = (set(tiers.load(tiers.path_of(name))) for name in ("release", "nightly", "long"))
+    assert nightly | long < release
+    whole = [cell for cell in release if cell.pattern == "case64k" and max(cell.kv) == 65536]
+    assert {cell.splits for cell in whole} == {1, 4}
 
 
 @pytest.mark.parametrize("name", ["smok", "smoek", "Smoke"])
