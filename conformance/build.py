@@ -290,7 +290,11 @@ CASE64K_WINDOW = 4  # full tiles at the end
 
 
 def _case64k(n: int, draw: Draw) -> Ints:
-    """Pages of 16 by tiles of 64 tokens: the last tiles whole, then the 64K case's mix, scaled to n pages."""
+    """Pages of 16 by tiles of 64 tokens: the last tiles whole, then the 64K case's mix, scaled to n pages; all pages
+    where they make no tile.
+    """
+    if n < 4:
+        return np.arange(n)
     tiles, scale = n // 4, n / CASE64K_PAGES
     window = max(1, round(CASE64K_WINDOW * scale))
     order = draw.permutation(tiles - window)
@@ -314,7 +318,7 @@ _PATTERNS: dict[str, Callable[[int, Draw], Ints]] = {
     "duplicates": _duplicates,
     "union": _union,
     "case64k": _case64k,
-    "example": lambda n, draw: np.asarray(EXAMPLE_TOKENS, np.int64),
+    "example": lambda n, draw: np.asarray([t for t in EXAMPLE_TOKENS if t < n], np.int64),
 }
 
 
