@@ -102,6 +102,22 @@ def test_union_names_a_window_and_sinks_more_than_once() -> None:
     assert found.candidates.duplicates > 0
 
 
+@pytest.mark.parametrize("length", [1, 48, 49, 64, 191])
+def test_a_64k_list_of_few_pages_names_some_of_them_once(length: int) -> None:
+    """Drawn by sacts fuzz: fewer pages than a tile has."""
+    entries = problem(f"decode/fp16/kv:{length}/heads:2-1/block:16/pattern:case64k").raw.indices.tolist()
+    assert entries
+    assert sorted(set(entries)) == sorted(entries)
+    assert {*entries} <= {*range(-(-length // 16))}
+
+
+def test_the_example_names_no_token_that_its_query_cannot_see() -> None:
+    """Drawn by sacts fuzz: the earlier of two queries sits at 126."""
+    found = problem("prefill/fp16/kv:128/q:2/page:64/pattern:example/map:example/causal:bottom_right")
+    lists = np.split(found.raw.indices, found.raw.indptr[1:-1])
+    assert [each.tolist() for each in lists] == [[1, 2, 63, 64, 65]] * 2 + [[1, 2, 63, 64, 65, 127]] * 2
+
+
 def test_the_64k_case_has_the_tiles_of_its_description() -> None:
     found = problem("decode/bf16/kv:65536/heads:4-1/block:16/pattern:case64k")
     pages = found.candidates.indices

@@ -91,6 +91,11 @@ def test_a_backend_that_remembers_nothing_passes(cell: str) -> None:
     assert record.gates[Gate.REUSE] == "pass"
 
 
+def test_a_request_without_queries_passes_behind_another_run() -> None:
+    """Drawn by sacts fuzz: no row has a request."""
+    assert judged(Adapter(), "prefill/fp32/kv:64/q:0/exec:reuse").verdict is Verdict.PASS
+
+
 def test_out_of_another_run_is_blamed_on_reuse() -> None:
     class Stale(Adapter):
         seen: ClassVar[dict[Any, Any]] = {}
