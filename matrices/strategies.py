@@ -225,7 +225,7 @@ def _strategy(space: Space, axis: Axis, row: Row, between: bool) -> st.SearchStr
         return st.sampled_from([phase.value for phase in PHASES])
     if axis.values:  # values that are no level, single cases among them, come up less often
         levels = CHOSEN.get(axis.name, axis.values)
-        return st.sampled_from([value for value in (*levels * 3, *axis.values) if value != axis.default])
+        return st.sampled_from([value for value in (*levels * 2, *axis.values) if value != axis.default])
     if axis.name in _SIZES and between:
         return _SIZES[axis.name](space, row)
     if axis.name in BETWEEN and between:

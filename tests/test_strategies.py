@@ -19,7 +19,7 @@ from sacts.matrices.cell import Cell, parse, value_text
 from sacts.matrices.constraints import CONSTRAINTS
 from sacts.matrices.levels import LEVELS, levels_of
 
-DRAWS = 1500
+DRAWS = 1000
 MANY = tuple(islice(strategies.drawn(0), DRAWS))
 FILTERS = (
     "phase=train and splits>4 and kcodec=int4 and page=48",

@@ -165,7 +165,7 @@ class _Teller:
     bad: int = 0
 
     def __enter__(self) -> _Teller:
-        columns = BarColumn(), TextColumn("{task.description}", markup=False)
+        columns = BarColumn(12), TextColumn("{task.description}", markup=False)
         self._progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self._progress.start()
         self._task = self._progress.add_task("drawing cells", total=1.0)
@@ -178,10 +178,8 @@ class _Teller:
         """Say how far it is."""
         passed, failed = time.monotonic() - self.began, found.failed
         parts = [passed / self.seconds, len(found.records) / self.count if self.count else 0.0]
-        words = (
-            f"{len(found.records)} judged, {len(failed)} not accepted, {found.refused.total()} refused by declaration, "
-        )
-        words += f"pairs {len(found.pairs)} of {len(found.feasible)}, {self._left(passed, max(parts))} left"
+        words = f"{self._left(passed, max(parts))} left: {len(found.records)} judged, {len(failed)} not accepted, "
+        words += f"{found.refused.total()} refused, pairs {len(found.pairs)} of {len(found.feasible)}"
         self._progress.update(self._task, description=words, completed=max(parts))
         if not self.console.is_terminal and passed - self.told >= LINE:
             self.told = passed
@@ -192,7 +190,7 @@ class _Teller:
             failures.write(self.report / FAILURES, found.records, self.made_by)
 
     def _left(self, passed: float, part: float) -> str:
-        left = passed * (1 - part) / part if part else 0.0
+        left = passed * (1 - part) / part if 0 < part < 1 else 0.0
         return f"{int(left) // 60}:{int(left) % 60:02}"
 
 
