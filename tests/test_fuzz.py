@@ -82,7 +82,7 @@ def test_ctrl_c_ends_the_search_and_keeps_what_was_judged(tmp_path: Path) -> Non
         (["-d", "gpu"], "device 'gpu' is not usable here"),
         (["-n", "0"], "-n takes a number from 1 or auto"),
         (["--count", "0"], "--count"),
-        (["--minutes", "-1"], "--minutes"),
+        (["--minutes", "0"], "--minutes"),
         (["--cost", "0"], "--cost"),
     ],
 )

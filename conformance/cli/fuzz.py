@@ -41,7 +41,7 @@ def fuzz(
     ] = "triton",
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.0, help="How long to go on.", show_default=f"{MINUTES:g}; none where --count is given"),
+        typer.Option(min=0.01, help="How long to go on.", show_default=f"{MINUTES:g}; none where --count is given"),
     ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="How many cells to judge.", show_default="as many as there is time for")
