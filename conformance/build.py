@@ -213,10 +213,11 @@ def _shared_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
     """Random pages, then the first logical pages of every request are those of request 0."""
     table, live = _random_pages(spec, draw)
     shared = max(1, min(seq_len // spec.page_size for seq_len in spec.seq_lens) // 2)
+    prefix = table.table[0, : min(shared, _page_count(spec.seq_lens[0], spec.page_size))]
     dealt = []
     for request, seq_len in enumerate(spec.seq_lens):
         mine = table.table[request, : _page_count(seq_len, spec.page_size)].copy()
-        mine[:shared] = table.table[0, :shared][: len(mine)]
+        mine[: len(prefix)] = prefix[: len(mine)]
         dealt.append(mine)
     return _assemble(spec, dealt, table.num_pages, live)
 

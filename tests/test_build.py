@@ -87,6 +87,12 @@ def test_shared_pages_are_one_prefix_in_every_request() -> None:
     assert found.position_in(0)[shared].tolist() == found.position_in(1)[shared].tolist() == list(range(16))
 
 
+def test_a_request_without_pages_shares_none() -> None:
+    """Drawn by sacts fuzz: what stands in the columns of such a request is stale, and may be a page of another."""
+    found = problem("decode/fp32/kv:0+40/page:1/map:shared")
+    assert len(set(pages_of(found, 1))) == 40
+
+
 def test_the_raw_lists_of_duplicates_repeat_and_pad_at_head_middle_and_tail() -> None:
     found = problem("decode/fp16/kv:90+50/pattern:duplicates")
     row = found.raw.indices[: found.raw.indptr[1]].tolist()
