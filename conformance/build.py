@@ -213,10 +213,11 @@ def _shared_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
     """Random pages, then the first logical pages of every request are those of request 0."""
     table, live = _random_pages(spec, draw)
     shared = max(1, min(seq_len // spec.page_size for seq_len in spec.seq_lens) // 2)
+    prefix = table.table[0, : min(shared, _page_count(spec.seq_lens[0], spec.page_size))]
     dealt = []
     for request, seq_len in enumerate(spec.seq_lens):
         mine = table.table[request, : _page_count(seq_len, spec.page_size)].copy()
-        mine[:shared] = table.table[0, :shared][: len(mine)]
+        mine[: len(prefix)] = prefix[: len(mine)]
         dealt.append(mine)
     return _assemble(spec, dealt, table.num_pages, live)
 
@@ -290,7 +291,11 @@ CASE64K_WINDOW = 4  # full tiles at the end
 
 
 def _case64k(n: int, draw: Draw) -> Ints:
-    """Pages of 16 by tiles of 64 tokens: the last tiles whole, then the 64K case's mix, scaled to n pages."""
+    """Pages of 16 by tiles of 64 tokens: the last tiles whole, then the 64K case's mix, scaled to n pages; all pages
+    where they make no tile.
+    """
+    if n < 4:
+        return np.arange(n)
     tiles, scale = n // 4, n / CASE64K_PAGES
     window = max(1, round(CASE64K_WINDOW * scale))
     order = draw.permutation(tiles - window)
@@ -314,7 +319,7 @@ _PATTERNS: dict[str, Callable[[int, Draw], Ints]] = {
     "duplicates": _duplicates,
     "union": _union,
     "case64k": _case64k,
-    "example": lambda n, draw: np.asarray(EXAMPLE_TOKENS, np.int64),
+    "example": lambda n, draw: np.asarray([t for t in EXAMPLE_TOKENS if t < n], np.int64),
 }
 
 

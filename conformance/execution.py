@@ -15,11 +15,22 @@ import torch
 from sacts.matrices.axes import Execution
 
 from . import tensors
-from .adapter import Backend, Case, IndexSpace, Scale
+from .adapter import Capabilities, Case, IndexSpace, Scale
 
-Call = Callable[[Case, tuple[Any, ...]], Any]
 PAGED = ("k_cache", "v_cache")
 DECODING = ("k_scales", "v_scales", "k_zeros", "v_zeros")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What is asked of a backend: `plan` gives its plan as a last argument of `run`, nothing where it does not plan.
+    `asked(ask)` is ask(), where whatever it raises is the backend's; `plan` and `run` go through it.
+    """
+
+    capabilities: Capabilities
+    plan: Callable[[Case], tuple[Any, ...]]
+    run: Callable[[Case, tuple[Any, ...]], Any]
+    asked: Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,9 @@ def _other_lists(case: Case, live: torch.Tensor, space: IndexSpace) -> torch.Ten
         page, offset = entries // case.spec.page_size, entries % case.spec.page_size
         return _next_page(page, live) * case.spec.page_size + offset
     rows = torch.repeat_interleave(torch.arange(case.spec.num_rows, device=entries.device), case.kv_indptr.diff())
-    request = torch.tensor(case.spec.token_request, device=entries.device)[rows // case.spec.num_kv_heads]
+    request = torch.tensor(case.spec.token_request, dtype=torch.long, device=entries.device)[
+        rows // case.spec.num_kv_heads
+    ]
     real = (entries >= 0) & (entries * case.spec.block_size < case.seq_lens.long()[request])
     ends = torch.zeros(case.spec.num_rows, dtype=torch.long, device=entries.device)
     low = ends.scatter_reduce(0, rows[real], entries[real], "amin", include_self=False)
@@ -93,55 +106,59 @@ def _other_lists(case: Case, live: torch.Tensor, space: IndexSpace) -> torch.Ten
     return torch.where(real, low[rows] + high[rows] - entries, entries)
 
 
-def reused(backend: Backend, call: Call, memory: Memory) -> Any:
+def reused(calls: Calls, memory: Memory) -> Any:
     """Run on other contents, with another sm_scale where the backend takes one, and on other contents under the plan
     that is kept, where one is; then on the case's own.
     """
-    keeps = backend.capabilities.plan_keeps
+    keeps, space = calls.capabilities.plan_keeps, calls.capabilities.index_space
     mine = {name: x.clone() for name, x in memory.views().items()}
-    memory.put(others(memory, frozenset(), backend.capabilities.index_space))
+    memory.put(others(memory, frozenset(), space))
     case = memory.case
-    if backend.capabilities.scale is Scale.SPEC:
+    if calls.capabilities.scale is Scale.SPEC:
         case = replace(case, spec=replace(case.spec, sm_scale=2 * case.spec.sm_scale))
-    call(case, backend.planned(case))
+    calls.run(case, calls.plan(case))
     memory.put(mine)
     if keeps is None:
         memory.blank()
-        return call(memory.case, backend.planned(memory.case))
-    memory.put(others(memory, keeps, backend.capabilities.index_space))
-    plan = backend.planned(memory.case)
-    call(memory.case, plan)
+        return calls.run(memory.case, calls.plan(memory.case))
+    memory.put(others(memory, keeps, space))
+    plan = calls.plan(memory.case)
+    calls.run(memory.case, plan)
     memory.put(mine)
     memory.blank()
-    return call(memory.case, plan)
+    return calls.run(memory.case, plan)
 
 
-def replayed(backend: Backend, call: Call, memory: Memory) -> Any:
+def replayed(calls: Calls, memory: Memory) -> Any:
     """Record a run on other contents as a graph, behind one that compiles, and replay it on the case's own."""
     mine = {name: x.clone() for name, x in memory.views().items()}
-    memory.put(others(memory, backend.capabilities.plan_keeps or frozenset(), backend.capabilities.index_space))
-    plan = backend.planned(memory.case)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(memory.case, plan)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call(memory.case, plan)
+    memory.put(others(memory, calls.capabilities.plan_keeps or frozenset(), calls.capabilities.index_space))
+    graph, result = calls.asked(lambda: _recorded(calls, memory))
     memory.put(mine)
     memory.blank()
     graph.replay()
-    torch.cuda.synchronize()
     return result
 
 
-def eager(backend: Backend, call: Call, memory: Memory) -> Any:
+def _recorded(calls: Calls, memory: Memory) -> tuple[torch.cuda.CUDAGraph, Any]:
+    plan = calls.plan(memory.case)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls.run(memory.case, plan)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = calls.run(memory.case, plan)
+    return graph, result
+
+
+def eager(calls: Calls, memory: Memory) -> Any:
     """Plan and run, once."""
-    return call(memory.case, backend.planned(memory.case))
+    return calls.run(memory.case, calls.plan(memory.case))
 
 
-PERFORM: dict[Execution, Callable[[Backend, Call, Memory], Any]] = {
+PERFORM: dict[Execution, Callable[[Calls, Memory], Any]] = {
     Execution.EAGER: eager,
     Execution.REUSE: reused,
     Execution.GRAPH: replayed,

@@ -21,7 +21,7 @@ from . import conventions, tensors
 from .adapter import Backend, Case, KVLayout, LseBase, Outputs, Refused, Support
 from .build import Problem
 from .codes import Scales
-from .execution import PERFORM, Memory
+from .execution import PERFORM, Calls, Memory
 
 Array = NDArray[np.float64]
 T = TypeVar("T")
@@ -218,25 +218,35 @@ class Launched(Generic[T]):
         return {name: tensors.digest(tensor) for name, tensor in self.watched(case, live).items()}
 
     def _called(self, case: Case, live: torch.Tensor, execution: Execution) -> tuple[tensors.Guarded, Any]:
+        size = self._asked(lambda: self.backend.workspace_bytes(case))
+        workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
+        self._fill(workspace.inner)
 
         def blank() -> None:
             self.blank(live)
             if self.backend.capabilities.workspace_zeroed:
                 self._fill(workspace.inner)
 
+        calls = Calls(
+            self.backend.capabilities,
+            lambda case: self._asked(lambda: self.backend.planned(case)),
+            lambda case, planned: self._asked(lambda: self.call(case, planned)),
+            self._asked,
+        )
+        memory = Memory(replace(case, workspace=workspace.inner), live, self.given(), blank)
+        result = PERFORM[execution](calls, memory)
+        if self.device.startswith("cuda"):
+            self._asked(lambda: torch.cuda.synchronize(self.device))
+        return workspace, result
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """What the backend answers. Raises AdapterRaised, or Refused."""
         try:
-            size = self.backend.workspace_bytes(case)
-            workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
-            self._fill(workspace.inner)
-            memory = Memory(replace(case, workspace=workspace.inner), live, self.given(), blank)
-            result = PERFORM[execution](self.backend, self.call, memory)
-            if self.device.startswith("cuda"):
-                torch.cuda.synchronize(self.device)
-        except Refused:
+            return ask()
+        except (Refused, AdapterRaised):
             raise
         except Exception as error:  # whatever an adapter raises is its own verdict
             raise AdapterRaised(f"{self.name}(case)") from error
-        return workspace, result
 
     @cached_property
     def _out(self) -> tensors.Guarded:

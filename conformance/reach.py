@@ -20,7 +20,7 @@ def reaches(records: Sequence[Record]) -> list[Reach]:
     possible = feasible(STRENGTH)
     found = []
     for adapter, device in sorted({(r.adapter, r.device) for r in records}):
-        mine = list(_native([r for r in records if (r.adapter, r.device) == (adapter, device)]))
+        mine = list(natively_judged([r for r in records if (r.adapter, r.device) == (adapter, device)]))
         here = covered(mine, STRENGTH)
         met = {pair for pairs in here for pair in pairs}
         never = {axis: [level for level in levels if (axis, level) not in met] for axis, levels in LEVELS.items()}
@@ -29,7 +29,8 @@ def reaches(records: Sequence[Record]) -> list[Reach]:
     return found
 
 
-def _native(records: Sequence[Record]) -> Iterator[Cell]:
+def natively_judged(records: Sequence[Record]) -> Iterator[Cell]:
+    """The cells of records that count."""
     for record in records:
         if record.status == "native" and record.verdict in JUDGED:
             try:

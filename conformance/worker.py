@@ -138,12 +138,17 @@ class Worker:
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
             self._process.stdin.flush()
 
+    def kill(self) -> None:
+        """End the child under a thread that waits for its answer: that one gets the record of a loss."""
+        if (process := self._process) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End the child, by force if need be."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

@@ -74,6 +74,12 @@ CONSTRAINTS = (
         "map:high needs cache:contiguous: both are about offsets beyond 32 bits",
     ),
     Constraint(
+        "pools that fit",
+        ("map", "dim", "vdim"),
+        lambda c: c.map != "high" or not c.vdim or max(c.dim, c.vdim) <= 2 * min(c.dim, c.vdim),
+        "beyond 32 bits in the smaller of two pools the larger one has no room: dim and vdim within a factor of 2",
+    ),
+    Constraint(
         "64K pages",
         ("pattern", "page", "block"),
         lambda c: c.pattern != "case64k" or c.block == c.page == 16,

@@ -12,7 +12,8 @@ from difflib import get_close_matches
 from .axes import AXES, Axis
 from .cell import Cell, value_text
 
-Filter = Callable[[Cell], bool]
+Filter = Callable[[Cell], bool | None]  # of what lacks an axis, as a cell that is being made does: None, both may be
+Comparison = tuple[Axis, str, str]  # axis, sign, value as text
 
 _TOKEN = re.compile(r"\s*(?:(?P<mark>[()])|(?P<word>[A-Za-z0-9_.+:-]+)|(?P<sign><=|>=|!=|=|<|>))")
 _ORDER: dict[str, Callable[[int, int], bool]] = {
@@ -30,13 +31,22 @@ class FilterError(ValueError):
 
 def parse(text: str) -> Filter:
     """The filter of an expression; an empty one lets everything through. Raises FilterError."""
+    return _read(text)[0]
+
+
+def compared(text: str) -> tuple[Comparison, ...]:
+    """The comparisons of an expression, in its order. Raises FilterError."""
+    return _read(text)[1]
+
+
+def _read(text: str) -> tuple[Filter, tuple[Comparison, ...]]:
     if not text.strip():
-        return lambda cell: True
+        return lambda cell: True, ()
     reader = _Reader(text)
     found = reader.either()
     if reader.token:
         raise FilterError(f"{reader.here()} is left over in {text!r}: join comparisons by and, or")
-    return found
+    return found, tuple(reader.compared)
 
 
 class _Reader:
@@ -44,6 +54,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.token = text, 0, ""
+        self.compared: list[Comparison] = []
         self.advance()
 
     def here(self) -> str:
@@ -79,8 +90,7 @@ class _Reader:
         """not a, (a), or a comparison"""
         if self.token == "not":
             self.advance()
-            inner = self.one()
-            return lambda cell: not inner(cell)
+            return _not(self.one())
         if self.token == "(":
             self.advance()
             inside = self.either()
@@ -102,17 +112,34 @@ class _Reader:
                 f"expected =, !=, <, <=, > or >= after {name} in {self.text!r}, got {sign or 'the end'!r}"
             )
         value = self.advance()
+        self.compared.append((_BY_NAME[name], sign, value))
         if sign in _ORDER:
             return _ordered(_BY_NAME[name], _ORDER[sign], value)
         return _equal(_BY_NAME[name], value, wanted=sign == "=")
 
 
 def _or(left: Filter, right: Filter) -> Filter:
-    return lambda cell: left(cell) or right(cell)
+    def holds(cell: Cell) -> bool | None:
+        both = left(cell), right(cell)
+        return True if True in both else None if None in both else False
+
+    return holds
 
 
 def _and(left: Filter, right: Filter) -> Filter:
-    return lambda cell: left(cell) and right(cell)
+    def holds(cell: Cell) -> bool | None:
+        both = left(cell), right(cell)
+        return False if False in both else None if None in both else True
+
+    return holds
+
+
+def _not(inner: Filter) -> Filter:
+    def holds(cell: Cell) -> bool | None:
+        found = inner(cell)
+        return None if found is None else not found
+
+    return holds
 
 
 def _equal(axis: Axis, value: str, *, wanted: bool) -> Filter:
@@ -120,7 +147,7 @@ def _equal(axis: Axis, value: str, *, wanted: bool) -> Filter:
         near = get_close_matches(value, axis.values, n=1, cutoff=0.5)
         hint = f"did you mean {str(near[0])!r}? " if near else ""
         raise FilterError(f"axis {axis.name} has no value {value!r}; {hint}valid: {', '.join(axis.values)}")
-    return lambda cell: (value_text(cell, axis.name) == value) is wanted
+    return lambda cell: (value_text(cell, axis.name) == value) is wanted if hasattr(cell, axis.name) else None
 
 
 def _ordered(axis: Axis, compare: Callable[[int, int], bool], value: str) -> Filter:
@@ -129,7 +156,9 @@ def _ordered(axis: Axis, compare: Callable[[int, int], bool], value: str) -> Fil
     if not re.fullmatch(r"-?\d+", value):
         raise FilterError(f"axis {axis.name} is compared with a number, got {value or 'nothing'!r}")
 
-    def holds(cell: Cell) -> bool:
+    def holds(cell: Cell) -> bool | None:
+        if not hasattr(cell, axis.name):
+            return None
         found = getattr(cell, axis.name)
         largest = max(found, default=0) if isinstance(found, tuple) else found
         return compare(largest, int(value))

@@ -87,6 +87,12 @@ def test_shared_pages_are_one_prefix_in_every_request() -> None:
     assert found.position_in(0)[shared].tolist() == found.position_in(1)[shared].tolist() == list(range(16))
 
 
+def test_a_request_without_pages_shares_none() -> None:
+    """Drawn by sacts fuzz: what stands in the columns of such a request is stale, and may be a page of another."""
+    found = problem("decode/fp32/kv:0+40/page:1/map:shared")
+    assert len(set(pages_of(found, 1))) == 40
+
+
 def test_the_raw_lists_of_duplicates_repeat_and_pad_at_head_middle_and_tail() -> None:
     found = problem("decode/fp16/kv:90+50/pattern:duplicates")
     row = found.raw.indices[: found.raw.indptr[1]].tolist()
@@ -100,6 +106,22 @@ def test_union_names_a_window_and_sinks_more_than_once() -> None:
     entries = found.candidates.indices[: found.candidates.indptr[1]].tolist()
     assert set(range(64, 80)) | set(range(4)) <= set(entries)
     assert found.candidates.duplicates > 0
+
+
+@pytest.mark.parametrize("length", [1, 48, 49, 64, 191])
+def test_a_64k_list_of_few_pages_names_some_of_them_once(length: int) -> None:
+    """Drawn by sacts fuzz: fewer pages than a tile has."""
+    entries = problem(f"decode/fp16/kv:{length}/heads:2-1/block:16/pattern:case64k").raw.indices.tolist()
+    assert entries
+    assert sorted(set(entries)) == sorted(entries)
+    assert {*entries} <= {*range(-(-length // 16))}
+
+
+def test_the_example_names_no_token_that_its_query_cannot_see() -> None:
+    """Drawn by sacts fuzz: the earlier of two queries sits at 126."""
+    found = problem("prefill/fp16/kv:128/q:2/page:64/pattern:example/map:example/causal:bottom_right")
+    lists = np.split(found.raw.indices, found.raw.indptr[1:-1])
+    assert [each.tolist() for each in lists] == [[1, 2, 63, 64, 65]] * 2 + [[1, 2, 63, 64, 65, 127]] * 2
 
 
 def test_the_64k_case_has_the_tiles_of_its_description() -> None:

@@ -91,6 +91,11 @@ def test_a_backend_that_remembers_nothing_passes(cell: str) -> None:
     assert record.gates[Gate.REUSE] == "pass"
 
 
+def test_a_request_without_queries_passes_behind_another_run() -> None:
+    """Drawn by sacts fuzz: no row has a request."""
+    assert judged(Adapter(), "prefill/fp32/kv:64/q:0/exec:reuse").verdict is Verdict.PASS
+
+
 def test_out_of_another_run_is_blamed_on_reuse() -> None:
     class Stale(Adapter):
         seen: ClassVar[dict[Any, Any]] = {}
@@ -281,3 +286,26 @@ def test_a_backend_of_one_scale_is_run_with_it_only() -> None:
 
     assert judged(OneScale(), PLAIN + REUSE).verdict is Verdict.PASS
     assert len(scales) == 1
+
+
+def test_what_the_suite_itself_raises_is_not_the_backend_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> dict[str, torch.Tensor]:
+        raise IndexError("ours")
+
+    monkeypatch.setattr(execution, "others", broken)
+    with pytest.raises(IndexError, match="ours"):
+        judged(Adapter(), PLAIN + REUSE)
+
+
+@pytest.mark.parametrize("member", ["plan", "run", "workspace_bytes"])
+def test_what_each_member_raises_is_the_backend_s(member: str) -> None:
+    class Raising(Planning):
+        pass
+
+    def raises(*_: object, **__: object) -> None:
+        raise KeyError("theirs")
+
+    setattr(Raising, member, raises)
+    record = judged(Raising(frozenset()), PLAIN + REUSE)
+    assert record.verdict is Verdict.ERROR
+    assert "KeyError: 'theirs'" in record.sentence
