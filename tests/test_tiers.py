@@ -107,7 +107,7 @@ def test_a_cell_of_the_pr_tier_is_dear_only_where_a_pair_of_its_levels_is() -> N
 
 def test_costs_depend_on_the_axes_that_say_so() -> None:
     """Else add the axis to `shards.COST_AXES`: what a row of levels costs is looked up by them."""
-    for cell in cells_of("pr")[:30]:
+    for cell in [cell for cell in cells_of("pr") if all(levels_of(cell).values())][:30]:
         for axis in AXES:
             if axis.name in shards.COST_AXES:
                 continue
