@@ -109,7 +109,7 @@ def test_the_status_of_each_cell_is_what_support_says(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["run", "--where", "splits>99"], "no cell of smoke.cells matches --where 'splits>99'"),
-        (["run", "decode/fp16/kv:3", "--where", "splits>1"], "--where narrows a tier"),
+        (["run", "decode/fp16/kv:3", "--where", "splits>1"], "--where and --model narrow a tier"),
         (["matrix", "list", "--where", "splits"], "expected =, !="),
         (["matrix", "status", "-a", "nowhere.py"], "there is no file nowhere.py"),
     ],
