@@ -44,7 +44,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MERGE_ROWS = 16
 LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
 LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
-TILE_BYTES = 64 << 10  # of K and V together in one tile: what a pipeline of three stages leaves of 227 KiB
+TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
 
 
 class Adapter:
@@ -162,7 +162,7 @@ class Adapter:
             BLOCK_N=_tile(spec, case.hints.kv_tile),
             UPCAST=INTERPRETED,
             INPUT_PRECISION=self.input_precision,
-            **_epilogue(spec.epilogue if splits == 1 else Epilogue()),
+            **_epilogue(spec.epilogue),
         )
         if splits > 1:
             kernels.merge_kernel[(-(-heads // MERGE_ROWS),)](
@@ -197,10 +197,11 @@ def _padded(n: int) -> int:
 
 
 def _tile(spec: AttentionSpec, hint: int) -> int:
-    """Slots in a tile: the hint, or as many as K and V of one tile fit into shared memory."""
-    size = 4 if INTERPRETED or spec.dtype is DType.FP32 else 2
-    most = TILE_BYTES // (size * (_padded(spec.head_dim_qk) + _padded(spec.head_dim_vo)))
-    return max(16, 1 << (min(hint, most).bit_length() - 1))
+    """Slots in a tile: the hint, on a GPU at most as many as leave shared memory for K and V of a tile."""
+    if not INTERPRETED:
+        size = 4 if spec.dtype is DType.FP32 else 2
+        hint = min(hint, TILE_BYTES // (size * (_padded(spec.head_dim_qk) + _padded(spec.head_dim_vo))))
+    return max(16, 1 << (max(hint, 1).bit_length() - 1))
 
 
 def _unread(codec: Codec | None) -> str:
