@@ -199,7 +199,8 @@ def _padded(n: int) -> int:
 def _tile(spec: AttentionSpec, hint: int) -> int:
     """Slots in a tile: the hint, on a GPU at most as many as leave shared memory for K and V of a tile."""
     if not INTERPRETED:
-        size = 4 if spec.dtype is DType.FP32 else 2
+        fp32 = spec.dtype is DType.FP32 or spec.rope or spec.k_codec or spec.v_codec  # on their way to tl.dot
+        size = 4 if fp32 else 2
         hint = min(hint, TILE_BYTES // (size * (_padded(spec.head_dim_qk) + _padded(spec.head_dim_vo))))
     return max(16, 1 << (max(hint, 1).bit_length() - 1))
 
