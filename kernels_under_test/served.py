@@ -1,5 +1,5 @@
-"""What the bundled backends serve of a spec: the plain row. Everything else is refused by name, "not
-yet: rope", never silently ignored.
+"""What the dense backend serves of a spec: the plain row. Everything else is refused by name, "not yet: rope", never
+silently ignored.
 """
 
 from __future__ import annotations

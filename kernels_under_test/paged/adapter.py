@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sacts.conformance.adapter import (
     NATIVE,
-    PADDING,
     Capabilities,
     Case,
     Consumes,
@@ -25,24 +25,28 @@ from sacts.conformance.adapter import (
     Support,
     refused,
 )
-from sacts.kernels_under_test.served import unserved
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import AttentionSpec, CausalRule, DType
+from sacts.reference.spec import (
+    AttentionSpec,
+    CandidateKind,
+    CausalRule,
+    Codec,
+    CodecFormat,
+    DType,
+    Epilogue,
+    EpilogueKind,
+    ScaleGranularity,
+)
 
 from . import kernels
+from .plan import Plan, normalized, plan_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MERGE_ROWS = 16
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Normalised lists and where each query token stands; holds while the spec and the lists of its case do."""
-
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    token_request: torch.Tensor
-    token_position: torch.Tensor
+LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
+LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
+TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
+STAGED_BYTES = 192 << 10  # of all tiles that are on their way
 
 
 class Adapter:
@@ -56,25 +60,31 @@ class Adapter:
         graph=True,
         determinism=dict.fromkeys(("out", "lse"), frozenset(Determinism) - {Determinism.SCHEDULE}),
         numerics={
-            dtype: Numerics(p=DType.FP32 if INTERPRETED else dtype, out=dtype, merges_states=True, unit_p=True)
+            dtype: Numerics(
+                p=DType.FP32 if INTERPRETED else dtype,
+                out=dtype,
+                merges_states=True,
+                unit_p=True,
+                # Operands of tl.dot have one dtype: K behind scale and RoPE, q behind RoPE, and V behind its scale.
+                reconstructed=DType.FP32 if INTERPRETED else dtype,
+                rotated=DType.FP32 if INTERPRETED else dtype,
+                u_freq=2.0**-24,  # a table, rounded once
+            )
             for dtype in DType
         },
     )
 
     def support(self, spec: AttentionSpec) -> Support:
         """Native for what the kernel was written for, refused with the reason otherwise; never another path."""
-        for holds, reason in (
-            (
-                _is_power_of_two(spec.head_dim_qk) and spec.head_dim_qk >= 16,
-                "head_dim_qk is not a power of two from 16",
-            ),
-            (
-                _is_power_of_two(spec.head_dim_vo) and spec.head_dim_vo >= 16,
-                "head_dim_vo is not a power of two from 16",
-            ),
-            (not unserved(spec), unserved(spec)),
+        for beyond, reason in (
+            (_padded(spec.head_dim_qk) > LARGEST_HEAD_DIM, f"head_dim_qk above {LARGEST_HEAD_DIM}"),
+            (_padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
+            (spec.epilogue.kind is EpilogueKind.GATE, "not yet: epilogue gate"),
+            (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
+            (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
+            (unread := _unread(spec.v_codec), f"not yet: v_codec {unread}"),
         ):
-            if not holds:
+            if beyond:
                 return refused(reason)
         return NATIVE
 
@@ -86,32 +96,22 @@ class Adapter:
         return 4 * (partials + (rows * spec.head_dim_vo if INTERPRETED else 0))
 
     def plan(self, case: Case) -> Plan:
-        """Normalise the raw lists on the device: drop padding, sort each row, remove duplicates."""
-        spec, device = case.spec, case.q.device
-        lengths = case.kv_indptr.diff()
-        rows = torch.repeat_interleave(torch.arange(spec.num_rows, device=device), lengths)
-        real = case.kv_indices != PADDING
-        keys = torch.unique((rows[real] << 32) + case.kv_indices[real])
-        kv_indptr = torch.zeros(spec.num_rows + 1, dtype=torch.int32, device=device)
-        kv_indptr[1:] = torch.bincount(keys >> 32, minlength=spec.num_rows).cumsum(0)
-        return Plan(
-            kv_indptr=kv_indptr,
-            kv_indices=(keys & 0xFFFFFFFF).to(torch.int32),
-            token_request=torch.tensor(spec.token_request, dtype=torch.int32, device=device),
-            token_position=torch.tensor(spec.token_position, dtype=torch.int32, device=device),
-        )
+        """Normalise the raw lists on the device, and make the tables of the terms. Raises Refused as declared."""
+        self._check(case.spec)
+        return plan_of(case)
 
     def normalize(self, case: Case) -> Normalized:
-        """The lists of `plan`."""
-        plan = self.plan(case)
-        return Normalized(plan.kv_indptr, plan.kv_indices)
+        """The lists that `plan` makes, before empty rows get a token; a multiset with its repeats."""
+        lists = normalized(case)
+        if case.spec.candidate_kind is not CandidateKind.MULTISET:
+            return Normalized(lists.kv_indptr, lists.kv_indices)
+        named = torch.cat((lists.counts.new_zeros(1), lists.counts.cumsum(0)))[lists.kv_indptr.long()]
+        return Normalized(named, lists.kv_indices.repeat_interleave(lists.counts))
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """Launch the attention kernel, and the merge kernel where rows are split. Raises Refused as declared."""
         spec, splits = case.spec, case.hints.num_splits
-        support = self.support(spec)
-        if support.status == "refused":
-            raise Refused(support.reason)
+        self._check(spec)
         plan = plan or self.plan(case)
         if not spec.num_rows:
             return Outputs(case.out, case.lse, path="native")
@@ -125,8 +125,8 @@ class Adapter:
         partial_m, partial_l, partial_o = buffers.split(partial)
         kernels.attention_kernel[(spec.num_rows, splits)](
             case.q,
-            case.k_cache,
-            case.v_cache,
+            _bits(case.k_cache),
+            _bits(case.v_cache),
             case.page_table,
             case.seq_lens,
             plan.token_request,
@@ -138,35 +138,159 @@ class Adapter:
             partial_m,
             partial_l,
             partial_o,
-            spec.sm_scale * math.log2(math.e),
-            spec.window_left,
-            spec.num_kv_heads,
-            splits,
-            *case.q.stride()[:2],
-            *case.k_cache.stride()[:3],
-            *case.v_cache.stride()[:3],
-            case.page_table.stride(0),
+            window_left=spec.window_left,
+            num_kv_heads=spec.num_kv_heads,
+            num_splits=splits,
+            **_terms(spec, plan),
+            **_scales("k", case.k_scales, case.k_zeros),
+            **_scales("v", case.v_scales, case.v_zeros),
+            **_strides("q", case.q.stride()[:2]),
+            **_strides("k", case.k_cache.stride()[:3]),
+            **_strides("v", case.v_cache.stride()[:3]),
+            stride_table=case.page_table.stride(0),
             GROUP=spec.group_size,
             HEAD_DIM_QK=spec.head_dim_qk,
             HEAD_DIM_VO=spec.head_dim_vo,
+            BLOCK_QK=_padded(spec.head_dim_qk),
+            BLOCK_VO=_padded(spec.head_dim_vo),
             PAGE_SIZE=spec.page_size,
             BLOCK_SIZE=spec.block_size,
             CAUSAL=spec.causal is not CausalRule.NONE,
             WINDOW=spec.window_left >= 0,
+            K_CODEC=spec.k_codec.format.value if spec.k_codec else "none",
+            V_CODEC=spec.v_codec.format.value if spec.v_codec else "none",
             SPLIT=splits > 1,
-            BLOCK_M=max(16, 1 << (spec.group_size - 1).bit_length()),
-            BLOCK_N=max(16, 1 << (case.hints.kv_tile.bit_length() - 1)),
+            BLOCK_M=_padded(spec.group_size),
+            BLOCK_N=_tile(spec, case.hints.kv_tile),
             UPCAST=INTERPRETED,
             INPUT_PRECISION=self.input_precision,
+            **_epilogue(spec.epilogue),
+            num_stages=_stages(spec, _tile(spec, case.hints.kv_tile)),
         )
         if splits > 1:
             kernels.merge_kernel[(-(-heads // MERGE_ROWS),)](
-                out, case.lse, partial_m, partial_l, partial_o, heads, splits, spec.head_dim_vo, MERGE_ROWS
+                out,
+                case.lse,
+                partial_m,
+                partial_l,
+                partial_o,
+                sinks_ptr=plan.tables.sinks,
+                num_rows=heads,
+                num_qo_heads=spec.num_qo_heads,
+                num_splits=splits,
+                HEAD_DIM_VO=spec.head_dim_vo,
+                BLOCK_VO=_padded(spec.head_dim_vo),
+                BLOCK_M=MERGE_ROWS,
+                **_epilogue(spec.epilogue),
             )
         if INTERPRETED:
             case.out.copy_(out.view(case.out.shape))
         return Outputs(case.out, case.lse, path="native")
 
+    def _check(self, spec: AttentionSpec) -> None:
+        """Raises Refused as declared."""
+        support = self.support(spec)
+        if support.status == "refused":
+            raise Refused(support.reason)
 
-def _is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
+
+def _padded(n: int) -> int:
+    """The power of two from 16 on that holds n: what tl.dot and tl.arange take."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _tile(spec: AttentionSpec, hint: int) -> int:
+    """Slots in a tile: the hint, on a GPU at most as many as leave shared memory for K and V of a tile."""
+    if not INTERPRETED:
+        fp32 = spec.dtype is DType.FP32 or spec.rope or spec.k_codec or spec.v_codec  # on their way to tl.dot
+        size = 4 if fp32 else 2
+        hint = min(hint, TILE_BYTES // (size * (_padded(spec.head_dim_qk) + _padded(spec.head_dim_vo))))
+    return max(16, 1 << (max(hint, 1).bit_length() - 1))
+
+
+def _stages(spec: AttentionSpec, tile: int) -> int:
+    """How many tiles are on their way at once: 3, or as many as shared memory holds of what they load."""
+    size = 4 if spec.dtype is DType.FP32 else 2
+    k, v = (_loaded(codec, size) for codec in (spec.k_codec, spec.v_codec))
+    partners = 2 if spec.rope else 1  # RoPE loads each channel with the one that turns with it
+    loaded = tile * (partners * k * _padded(spec.head_dim_qk) + v * _padded(spec.head_dim_vo))
+    return max(1, min(3, STAGED_BYTES // loaded))
+
+
+def _loaded(codec: Codec | None, size: int) -> int:
+    """Bytes that one channel of a slot loads: what is stored, and its own scale and zero point where channels have any."""
+    if codec is None:
+        return size
+    by_channel = codec.granularity in (ScaleGranularity.CHANNEL, ScaleGranularity.PAGE_CHANNEL)
+    return 1 + 4 * by_channel * (1 + codec.asymmetric)
+
+
+def _unread(codec: Codec | None) -> str:
+    """What of a codec the kernel cannot read, in words."""
+    if codec is None:
+        return ""
+    if codec.format is CodecFormat.FP8_E4M3FNUZ:
+        return codec.format
+    if codec.nibble_axis != "dim":
+        return f"{codec.format} packed along {codec.nibble_axis}"
+    return "" if codec.low_nibble_first else f"{codec.format} with the high nibble first"
+
+
+def _bits(cache: Tensor) -> Tensor:
+    """A cache; of fp8 its bits, which the kernel decodes itself."""
+    return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
+
+
+def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """Arguments: token and head of q; page, token and head of a cache; and the dim of scales."""
+    axes = ("token", "head") if name == "q" else ("page", "token", "head", "dim")
+    return {f"stride_{name}_{axis}": stride for axis, stride in zip(axes, strides, strict=False)}
+
+
+def _scales(name: str, scales: Tensor | None, zeros: Tensor | None) -> dict[str, Any]:
+    """Arguments of one codec. Raises ValueError for zero points that do not lie as their scales do."""
+    strides = (0, 0, 0, 0) if scales is None else shared_strides(scales)
+    if scales is not None and zeros is not None and shared_strides(zeros) != strides:
+        raise ValueError(f"{name}_zeros must have the strides of {name}_scales {strides}, got {shared_strides(zeros)}")
+    return {
+        f"{name}_scales_ptr": scales,
+        f"{name}_zeros_ptr": zeros,
+        f"{name.upper()}_CHANNELS": scales is not None and scales.shape[3] > 1,
+        **_strides(f"{name}s", strides),
+    }
+
+
+def shared_strides(scales: Tensor) -> tuple[int, ...]:
+    """Strides of scales [pages, page_size, heads, dim], 0 along the axes of size 1, which share one."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
+
+
+def _terms(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
+    """Arguments of the terms. Logits are in units of log2; under a soft cap c tanh(z / c) only behind it."""
+    tables, cap, dropout = plan.tables, spec.logits_soft_cap, spec.dropout
+    return {
+        "scale": spec.sm_scale / cap if cap else spec.sm_scale * math.log2(math.e),
+        "cap_log2": cap * math.log2(math.e) if cap else None,
+        "forced_ptr": plan.forced,
+        "ordinals_ptr": plan.ordinals,
+        "query_ordinals_ptr": plan.query_ordinals,
+        "log2_counts_ptr": plan.log2_counts,
+        "frequency_ptr": tables.frequency,
+        "partner_ptr": tables.partner,
+        "slopes_ptr": tables.slopes,
+        "bucket_bias_ptr": tables.bucket_bias,
+        "bucket_reach": spec.buckets.first[-1] if spec.buckets else 0,
+        "sinks_ptr": tables.sinks,
+        "dropout_ptr": tables.dropout,
+        "keep_scale": 1.0 / (1.0 - dropout.p) if dropout else 1.0,
+    }
+
+
+def _epilogue(how: Epilogue) -> dict[str, Any]:
+    """Arguments of an epilogue: its kind, the dtype of a cast or the function; step and largest code of low_bit."""
+    kind = how.dtype or how.function or how.kind
+    return {
+        "EPILOGUE": "none" if kind is DType.FP32 else kind.value,
+        "epilogue_step": how.scale or 1.0,
+        "epilogue_largest": float((1 << (how.bits - 1)) - 1) if how.bits else 0.0,
+    }

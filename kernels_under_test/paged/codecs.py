@@ -1,0 +1,64 @@
+"""K and V as they are stored: codes become FP32 values once, in the tile, by integer arithmetic that interpreter and
+compiler do alike (the interpreter decodes an fp8 NaN as 480).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decoded(code, dim, CODEC: tl.constexpr):
+    """Values of codes [slots, d] of the channels dim [d]: int8, or the bits of fp8 and of two int4 as uint8."""
+    if CODEC == "int8":
+        value = code.to(tl.float32)
+    elif CODEC == "int4":
+        nibble = (code.to(tl.int32) >> ((dim % 2) * 4)[None, :]) & 15  # the first of two is the low nibble
+        value = ((nibble ^ 8) - 8).to(tl.float32)
+    elif CODEC == "fp8_e5m2":  # the upper byte of an FP16 number
+        value = (code.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        tl.static_assert(CODEC == "fp8_e4m3fn", "unknown codec")
+        bits = code.to(tl.int32)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # FP16 with the same exponent field: 2^8 too small
+        value = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+    return value
+
+
+@triton.jit
+def load_tile(
+    slot_ptr,
+    dim,
+    valid,
+    mask,
+    scales_ptr,
+    zeros_ptr,
+    page,
+    offset,
+    head,
+    stride_page,
+    stride_token,
+    stride_head,
+    stride_dim,
+    CODEC: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """K or V of the slots at slot_ptr [slots], channels dim [d]: as stored without a codec, else (code - zero) * scale
+    in FP32. Scales and zero points have stride 0 along what shares one; CHANNELS: they change along dim. What is not
+    valid [slots], and what the mask [slots, d or 1] leaves out, is 0, whatever lies there and in its scale.
+    """
+    if CODEC == "none":
+        value = tl.load(slot_ptr[:, None] + dim[None, :], mask=mask, other=0.0)
+    else:
+        per_byte: tl.constexpr = 2 if CODEC == "int4" else 1
+        code = tl.load(slot_ptr[:, None] + (dim // per_byte)[None, :], mask=mask, other=0)
+        value = decoded(code, dim, CODEC)
+        shared = (page * stride_page + offset * stride_token + head * stride_head)[:, None]
+        there = valid[:, None]
+        if CHANNELS:
+            shared = shared + (dim * stride_dim)[None, :]
+            there = mask
+        if zeros_ptr is not None:
+            value = value - tl.load(zeros_ptr + shared, mask=there, other=0.0)
+        value = value * tl.load(scales_ptr + shared, mask=there, other=0.0)
+    return value

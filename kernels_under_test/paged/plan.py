@@ -1,0 +1,156 @@
+"""What is made before a launch: raw lists normalised on the device, empty rows decided, and the tables of the terms.
+
+A plan holds while its spec and the lists of its case do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sacts.conformance.adapter import PADDING, Case, Refused
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule
+
+from .tables import Tables, tables_of
+
+
+@dataclass(frozen=True)
+class Lists:
+    """CSR over the candidate rows: `kv_indptr` [num_rows + 1] and `kv_indices` [nnz] int32, distinct but for a
+    sequence, which keeps its order; `counts` [nnz]: how often each entry was named.
+    """
+
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    counts: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """The row of each entry: [nnz]."""
+        lengths = self.kv_indptr.diff()
+        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernels read beside the case, all on its device. None: the spec has no such term.
+
+    `kv_indptr`, `kv_indices`: the normalised lists, of a forced row the entry of its forced token alone. int32
+    [num_tokens]: `token_request`, `token_position`. int32 [num_rows]: `forced` (the token, -1 elsewhere),
+    `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry; `log2_counts` FP32.
+    """
+
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    token_request: Tensor
+    token_position: Tensor
+    tables: Tables
+    forced: Tensor | None = None
+    ordinals: Tensor | None = None
+    query_ordinals: Tensor | None = None
+    log2_counts: Tensor | None = None
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan of a case. Raises Refused, naming the row, for an empty one that the spec forbids."""
+    spec, device = case.spec, case.q.device
+    lists = normalized(case)
+    token_position = torch.tensor(spec.token_position, dtype=torch.int32, device=device)
+    forced = None
+    if spec.empty_row is not EmptyRowRule.ZERO:
+        lists, forced = _with_forced_tokens(spec, lists, token_position)
+    ordinals = query_ordinals = None
+    if spec.candidate_kind is CandidateKind.SEQUENCE:
+        ordinals, query_ordinals = _ordinals(spec, lists, token_position, forced)
+    return Plan(
+        kv_indptr=lists.kv_indptr,
+        kv_indices=lists.kv_indices,
+        token_request=torch.tensor(spec.token_request, dtype=torch.int32, device=device),
+        token_position=token_position,
+        tables=tables_of(spec, device),
+        forced=forced,
+        ordinals=ordinals,
+        query_ordinals=query_ordinals,
+        log2_counts=lists.counts.float().log2() if spec.candidate_kind is CandidateKind.MULTISET else None,
+    )
+
+
+def normalized(case: Case) -> Lists:
+    """N(D, W, A, T) of each row, equation (16): no padding, sorted without repeats, or in the order of a sequence."""
+    spec = case.spec
+    rows = torch.repeat_interleave(torch.arange(spec.num_rows, device=case.q.device), case.kv_indptr.diff())
+    real = case.kv_indices != PADDING
+    if spec.candidate_kind is CandidateKind.SEQUENCE:
+        entries = case.kv_indices[real]
+        return _lists(spec, rows[real], entries, torch.ones_like(entries))
+    keys, counts = torch.unique((rows[real] << 32) + case.kv_indices[real], return_counts=True)
+    return _lists(spec, keys >> 32, keys & 0xFFFFFFFF, counts)
+
+
+def _lists(spec: AttentionSpec, rows: Tensor, entries: Tensor, counts: Tensor) -> Lists:
+    """Entries sorted by row as CSR."""
+    kv_indptr = torch.zeros(spec.num_rows + 1, dtype=torch.int32, device=rows.device)
+    kv_indptr[1:] = torch.bincount(rows, minlength=spec.num_rows).cumsum(0)
+    return Lists(kv_indptr, entries.to(torch.int32), counts)
+
+
+def _by_row(spec: AttentionSpec, lists: Lists, token_position: Tensor) -> tuple[Tensor, Tensor]:
+    """Position of the query and T, of the row of each entry: [nnz]."""
+    token = lists.rows // spec.num_kv_heads
+    seq_lens = torch.tensor([spec.seq_lens[request] for request in spec.token_request], device=token.device)
+    return token_position[token].long(), seq_lens[token]
+
+
+def _with_forced_tokens(spec: AttentionSpec, lists: Lists, token_position: Tensor) -> tuple[Lists, Tensor]:
+    """The lists, those of rows without an edge replaced by the entry of their forced token; that token, or -1. Raises
+    Refused.
+    """
+    position, seq_len = _by_row(spec, lists, token_position)
+    first = lists.kv_indices.long() * spec.block_size
+    last = torch.minimum(first + spec.block_size, seq_len) - 1
+    if spec.causal is not CausalRule.NONE:
+        last = torch.minimum(last, position)
+    if spec.window_left >= 0:
+        first = torch.maximum(first, position - spec.window_left)
+    rows = lists.rows
+    empty = torch.ones(spec.num_rows, dtype=torch.bool, device=rows.device)
+    empty[rows[first <= last]] = False
+    forced_rows = empty.nonzero()[:, 0]
+    if spec.empty_row is EmptyRowRule.FORBID and len(forced_rows):
+        raise Refused(f"{spec.row(int(forced_rows[0]))} has no edge, which empty_row forbid forbids")
+    own = token_position[forced_rows // spec.num_kv_heads]
+    token = own if spec.empty_row is EmptyRowRule.FORCE_SELF else torch.zeros_like(own)
+    forced = torch.full((spec.num_rows,), -1, dtype=torch.int32, device=rows.device)
+    forced[forced_rows] = token
+    kept = ~empty[rows]
+    row, order = torch.cat((rows[kept], forced_rows)).sort(stable=True)
+    entries = torch.cat((lists.kv_indices[kept], token // spec.block_size))[order]
+    counts = torch.cat((lists.counts[kept], torch.ones_like(token)))[order]
+    return _lists(spec, row, entries, counts), forced
+
+
+def _ordinals(
+    spec: AttentionSpec, lists: Lists, token_position: Tensor, forced: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The ordinal of the first token of each entry among the committed tokens of its row, and that of each query: k - 1
+    where the list ends with the query's own token, else k. A forced token is a list of one.
+    """
+    position, seq_len = _by_row(spec, lists, token_position)
+    rows, first = lists.rows, lists.kv_indices.long() * spec.block_size
+    committed = (seq_len - first).clamp(0, spec.block_size)
+    before = torch.cat((committed.new_zeros(1), committed.cumsum(0)))
+    ordinals = before[:-1] - before[lists.kv_indptr[:-1].long()][rows]
+    query = before[lists.kv_indptr[1:].long()] - before[lists.kv_indptr[:-1].long()]
+    ends_with_own = (first + committed - 1 == position) & (committed > 0)
+    last_of_row = torch.where(committed > 0, torch.arange(len(rows), device=rows.device), -1)
+    last = torch.full_like(query, -1).scatter_reduce(0, rows, last_of_row, "amax")
+    query[last >= 0] -= ends_with_own[last[last >= 0]].long()
+    if forced is not None:
+        ordinals = torch.where(forced[rows] >= 0, -(forced[rows] % spec.block_size), ordinals)
+        own = token_position[torch.arange(spec.num_rows, device=rows.device) // spec.num_kv_heads]
+        query = torch.where(forced >= 0, (forced != own).long(), query)
+    if spec.query_ordinals:
+        query = torch.tensor(spec.query_ordinals, device=rows.device)
+    return ordinals.to(torch.int32), query.to(torch.int32)

@@ -1,0 +1,72 @@
+"""What the kernels do for the terms of a row beyond the plain one. Logits and maxima are in units of log2."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def turned(x, partner, angle):
+    """RoPE in FP32: x [n, d] and the channels that turn with them; angle [n or 1, d], negative in the first channel of
+    a pair, so that both layouts are x cos + partner sin, and 0 in channels that stay.
+    """
+    return x.to(tl.float32) * tl.cos(angle) + partner.to(tl.float32) * tl.sin(angle)
+
+
+@triton.jit
+def tanh(x):
+    """tanh of FP32 values, within 2^-20 of the value: a series where 1 - e^(-2|x|) would cancel."""
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)  # -2 log2(e)
+    far = (1.0 - e) / (1.0 + e)
+    s = x * x
+    near = x * (
+        1.0 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.0539682540 + s * (0.0218694885 - s * 0.00886324))))
+    )
+    return tl.where(s < 0.16, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def keeps(dropout_ptr, request, key, query, qo_head):
+    """Which edges dropout keeps: [heads, slots]; key [slots] position or ordinal, query scalar, qo_head [heads]. One
+    draw of Philox4x32-10 an edge: key (seed low, seed high), counter (key, query, query head, uid).
+    `dropout_ptr`: seed, threshold floor(p 2^32), then the uid of each request, int64.
+    """
+    seed = tl.load(dropout_ptr)
+    threshold = tl.load(dropout_ptr + 1)
+    uid = tl.load(dropout_ptr + 2 + request).to(tl.int32)
+    key_word = key[None, :] + 0 * qo_head[:, None]
+    head_word = qo_head[:, None] + 0 * key_word
+    x0, _, _, _ = tl.philox(seed, key_word, query + 0 * key_word, head_word, uid + 0 * key_word)
+    return x0.to(tl.int64) >= threshold
+
+
+@triton.jit
+def with_sink(m, l, o, sink):
+    """The learned logit joins the merged state (m, l [rows], o [rows, d]) once: one more weight, without a value."""
+    m_new = tl.maximum(m, sink)
+    rescale = tl.exp2(m - m_new)
+    return m_new, l * rescale + tl.exp2(sink - m_new), o * rescale[:, None]
+
+
+@triton.jit
+def epilogue(x, step, largest, KIND: tl.constexpr):
+    """What is done to the merged output in FP32; NaN stays NaN. `step`, `largest`: of low_bit."""
+    if KIND == "fp16":
+        y = x.to(tl.float16).to(tl.float32)
+    elif KIND == "bf16":  # by bits: the interpreter's own cast truncates
+        bits = x.to(tl.int32, bitcast=True)
+        even = bits + 0x7FFF + ((bits >> 16) & 1)
+        y = tl.where(x == x, (even & -65536).to(tl.float32, bitcast=True), x)
+    elif KIND == "relu":
+        y = tl.where(x < 0.0, 0.0, x)
+    elif KIND == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+    elif KIND == "silu":
+        y = x / (1.0 + tl.exp2(x * -1.4426950408889634))
+    elif KIND == "tanh":
+        y = tanh(x)
+    else:
+        tl.static_assert(KIND == "low_bit", "unknown epilogue")
+        code = tl.div_rn(x, step)
+        code = tl.where(code > largest, largest, tl.where(code < -largest, -largest, code))
+        y = ((code + 12582912.0) - 12582912.0) * step  # 1.5 * 2^23: what is added rounds to even integers
+    return y
