@@ -218,7 +218,7 @@ def _stages(spec: AttentionSpec, tile: int) -> int:
 
 
 def _loaded(codec: Codec | None, size: int) -> int:
-    """Bytes that one channel of a slot loads: what is stored, and its own scale and zero point where channels have any."""
+    """Bytes that one channel of a slot loads: what is stored, and a scale and zero point where channels have their own."""
     if codec is None:
         return size
     by_channel = codec.granularity in (ScaleGranularity.CHANNEL, ScaleGranularity.PAGE_CHANNEL)
