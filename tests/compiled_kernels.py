@@ -66,7 +66,8 @@ class Compiled:
         def launch(*arguments: Any, **named: Any) -> None:
             given = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
             start = time.monotonic()
-            made = triton.compile(source_of(self.kernel, given), target=GPUTarget("cuda", 90, 32))
+            options = {name: named[name] for name in ("num_warps", "num_stages") if name in named}
+            made = triton.compile(source_of(self.kernel, given), target=GPUTarget("cuda", 90, 32), options=options)
             seconds = round(time.monotonic() - start, 2)
             said = {
                 "cell": self.cell,

@@ -60,7 +60,12 @@ TIER = os.environ.get("SACTS_COMPILE")  # the name of a tier to compile as a who
 
 def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
     chosen = tiers.load(tiers.path_of(TIER)) if TIER else [parse(cell) for cell in COMPILED]
-    cells = [cell.id for cell in chosen if cell.phase in ("decode", "prefill")]
+    # RoPE over 576 channels is refused on a GPU.
+    cells = [
+        cell.id
+        for cell in chosen
+        if cell.phase in ("decode", "prefill") and (cell.dim <= 512 or "rope" not in cell.pos)
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, compiled_kernels.__file__, *cells]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

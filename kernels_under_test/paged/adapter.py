@@ -43,6 +43,7 @@ from .plan import Plan, normalized, plan_of
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MERGE_ROWS = 16
 LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
+LARGEST_TURNED = 512  # padded; on a GPU: beyond it sines and cosines fill minutes of compilation, and registers spill
 LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
 TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
 
@@ -77,6 +78,10 @@ class Adapter:
         for beyond, reason in (
             (_padded(spec.head_dim_qk) > LARGEST_HEAD_DIM, f"head_dim_qk above {LARGEST_HEAD_DIM}"),
             (_padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
+            (
+                not INTERPRETED and spec.rope and _padded(spec.head_dim_qk) > LARGEST_TURNED,
+                f"not yet: rope over head_dim_qk above {LARGEST_TURNED} on a GPU",
+            ),
             (spec.epilogue.kind is EpilogueKind.GATE, "not yet: epilogue gate"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
             (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
@@ -163,6 +168,7 @@ class Adapter:
             UPCAST=INTERPRETED,
             INPUT_PRECISION=self.input_precision,
             **_epilogue(spec.epilogue),
+            **_options(spec),
         )
         if splits > 1:
             kernels.merge_kernel[(-(-heads // MERGE_ROWS),)](
@@ -203,6 +209,12 @@ def _tile(spec: AttentionSpec, hint: int) -> int:
         size = 4 if fp32 else 2
         hint = min(hint, TILE_BYTES // (size * (_padded(spec.head_dim_qk) + _padded(spec.head_dim_vo))))
     return max(16, 1 << (max(hint, 1).bit_length() - 1))
+
+
+def _options(spec: AttentionSpec) -> dict[str, int]:
+    """How a kernel of wide heads is compiled: without a pipeline, whose copies of a tile do not fit."""
+    wide = _padded(spec.head_dim_qk) + _padded(spec.head_dim_vo) > 512
+    return {"num_warps": 8, "num_stages": 1} if wide else {}
 
 
 def _unread(codec: Codec | None) -> str:
