@@ -4,12 +4,14 @@ tables and lists against loops.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
+import compiled_kernels
 import interpreted_kernels as made_by
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from sacts.conformance.adapter import PADDING, Case, Refused
 from sacts.kernels_under_test.paged.adapter import Adapter, shared_strides
 from sacts.kernels_under_test.paged.plan import Plan, plan_of
 from sacts.kernels_under_test.paged.tables import LOG2E, bias_by_distance, dropout_words, turned_channels
+from sacts.matrices import tiers
+from sacts.matrices.cell import parse
 from sacts.reference.spec import (
     AttentionSpec,
     CandidateKind,
@@ -41,6 +45,35 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, made_by.__file__, str(path)], check=True, env=environment, timeout=120)
     return dict(np.load(path))
+
+
+# --- compilation
+
+SHARED = 227 << 10  # bytes of shared memory that a block may have on the newest architecture that is asked for
+COMPILED = (
+    "decode/bf16/kv:40",
+    "decode/fp16/kv:60/pattern:all/splits:2/tile:16/pos:rope/cap:30/sink:on/dropout:25/epilogue:cast",
+    "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on",
+)
+TIER = os.environ.get("SACTS_COMPILE")  # the name of a tier to compile as a whole
+
+
+def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
+    chosen = tiers.load(tiers.path_of(TIER)) if TIER else [parse(cell) for cell in COMPILED]
+    # RoPE over 576 channels is refused on a GPU.
+    cells = [
+        cell.id
+        for cell in chosen
+        if cell.phase in ("decode", "prefill") and (cell.dim <= 512 or "rope" not in cell.pos)
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, compiled_kernels.__file__, *cells]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    seconds, largest = (f([each[name] for each in said]) for f, name in ((sum, "seconds"), (max, "shared")))
+    print(f"{len(said)} kernels compiled in {seconds:.0f} s; at most {largest} bytes of shared memory")
+    assert {each["cell"] for each in said if each["kernel"] == "attention_kernel"} == set(cells)
+    assert largest <= SHARED
 
 
 # --- codecs

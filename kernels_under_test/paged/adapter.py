@@ -44,8 +44,10 @@ from .plan import Plan, normalized, plan_of
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MERGE_ROWS = 16
 LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
+LARGEST_TURNED = 512  # padded; on a GPU: beyond it sines and cosines fill minutes of compilation, and registers spill
 LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
 TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
+WIDE = 512  # channels of K and V, padded, beyond which the copies that a pipeline makes of a tile do not fit
 STAGED_BYTES = 192 << 10  # of all tiles that are on their way
 
 
@@ -79,6 +81,10 @@ class Adapter:
         for beyond, reason in (
             (_padded(spec.head_dim_qk) > LARGEST_HEAD_DIM, f"head_dim_qk above {LARGEST_HEAD_DIM}"),
             (_padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
+            (
+                not INTERPRETED and spec.rope and _padded(spec.head_dim_qk) > LARGEST_TURNED,
+                f"not yet: rope over head_dim_qk above {LARGEST_TURNED} on a GPU",
+            ),
             (spec.epilogue.kind is EpilogueKind.GATE, "not yet: epilogue gate"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
             (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
@@ -165,7 +171,7 @@ class Adapter:
             UPCAST=INTERPRETED,
             INPUT_PRECISION=self.input_precision,
             **_epilogue(spec.epilogue),
-            num_stages=_stages(spec, _tile(spec, case.hints.kv_tile)),
+            **_options(spec, _tile(spec, case.hints.kv_tile)),
         )
         if splits > 1:
             kernels.merge_kernel[(-(-heads // MERGE_ROWS),)](
@@ -208,17 +214,21 @@ def _tile(spec: AttentionSpec, hint: int) -> int:
     return max(16, 1 << (max(hint, 1).bit_length() - 1))
 
 
-def _stages(spec: AttentionSpec, tile: int) -> int:
-    """How many tiles are on their way at once: 3, or as many as shared memory holds of what they load."""
+def _options(spec: AttentionSpec, tile: int) -> dict[str, int]:
+    """How a kernel is compiled: with as many tiles on their way at once, 3 at most, as shared memory holds of what they
+    load; wide heads with more warps.
+    """
     size = 4 if spec.dtype is DType.FP32 else 2
     k, v = (_loaded(codec, size) for codec in (spec.k_codec, spec.v_codec))
     partners = 2 if spec.rope else 1  # RoPE loads each channel with the one that turns with it
     loaded = tile * (partners * k * _padded(spec.head_dim_qk) + v * _padded(spec.head_dim_vo))
-    return max(1, min(3, STAGED_BYTES // loaded))
+    if _padded(spec.head_dim_qk) + _padded(spec.head_dim_vo) > WIDE:
+        return {"num_warps": 8, "num_stages": 1}
+    return {"num_stages": max(1, min(3, STAGED_BYTES // loaded))}
 
 
 def _loaded(codec: Codec | None, size: int) -> int:
-    """Bytes that one channel of a slot loads: what is stored, and a scale and zero point where channels have their own."""
+    """Bytes that one channel of a slot loads: what is stored, and a scale and zero point where channels have any."""
     if codec is None:
         return size
     by_channel = codec.granularity in (ScaleGranularity.CHANNEL, ScaleGranularity.PAGE_CHANNEL)

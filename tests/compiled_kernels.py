@@ -1,0 +1,94 @@
+"""Compiles for a GPU, without one, what the bundled adapter launches for the cells that are named, and prints a line of
+JSON for each kernel. Run by test_kernels.py in a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sacts.conformance.adapter import Backend
+from sacts.conformance.build import build
+from sacts.conformance.launch import Launcher
+from sacts.conformance.probes.inputs import RANDOM
+from sacts.kernels_under_test.paged import adapter, kernels
+from sacts.matrices.cell import parse
+
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+}
+
+
+def source_of(kernel: Any, given: dict[str, Any]) -> ASTSource:
+    """The kernel specialised as a launch with these arguments specialises it."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    divisible: dict[tuple[int, ...], list[list[Any]]] = {}
+    for at, parameter in enumerate(kernel.params):
+        name, value = parameter.name, given[parameter.name]
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        if isinstance(number, int) and number % 16 == 0:
+            divisible[at,] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+
+
+class Compiled:
+    """In place of a kernel: compiles what would be launched."""
+
+    def __init__(self, kernel: Any, cell: str) -> None:
+        self.kernel, self.cell = kernel, cell
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **named: Any) -> None:
+            given = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
+            start = time.monotonic()
+            options = {name: named[name] for name in ("num_warps", "num_stages") if name in named}
+            made = triton.compile(source_of(self.kernel, given), target=GPUTarget("cuda", 90, 32), options=options)
+            seconds = round(time.monotonic() - start, 2)
+            said = {
+                "cell": self.cell,
+                "kernel": self.kernel.__name__,
+                "seconds": seconds,
+                "shared": made.metadata.shared,
+            }
+            print(json.dumps(said), flush=True)
+
+        return launch
+
+
+def main(cells: list[str]) -> None:
+    attention, merge = kernels.attention_kernel, kernels.merge_kernel
+    for cell in cells:
+        problem, launcher = build(parse(cell)), Launcher(Backend(made := adapter.Adapter()), "cpu")
+        case = launcher.case(problem, RANDOM.inputs(problem))
+        case = replace(case, workspace=torch.empty(made.workspace_bytes(case), dtype=torch.uint8))
+        kernels.attention_kernel, kernels.merge_kernel = Compiled(attention, cell), Compiled(merge, cell)
+        made.run(case)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
