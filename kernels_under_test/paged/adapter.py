@@ -121,14 +121,37 @@ class Adapter:
         plan = plan or self.plan(case)
         if not spec.num_rows:
             return Outputs(case.out, case.lse, path="native")
+        results = self._results(case)
+        self._attend(case, plan, results)
+        if splits > 1:
+            rows = spec.num_tokens * spec.num_qo_heads
+            kernels.merge_kernel[(-(-rows // MERGE_ROWS),)](
+                *results,
+                sinks_ptr=plan.tables.sinks,
+                num_rows=rows,
+                num_qo_heads=spec.num_qo_heads,
+                num_splits=splits,
+                HEAD_DIM_VO=spec.head_dim_vo,
+                BLOCK_VO=_padded(spec.head_dim_vo),
+                BLOCK_M=MERGE_ROWS,
+                **_epilogue(spec.epilogue),
+            )
+        if INTERPRETED:
+            case.out.copy_(results[0].view(case.out.shape))
+        return Outputs(case.out, case.lse, path="native")
+
+    def _results(self, case: Case) -> tuple[Tensor, ...]:
+        """What the kernels write: out, lse, and partial m, l and o of split rows, in the workspace."""
         buffers = case.workspace.view(torch.float32)
-        heads = spec.num_tokens * spec.num_qo_heads
+        splits, out = case.hints.num_splits, case.out
         if INTERPRETED:
             out, buffers = buffers.split([case.out.numel(), buffers.numel() - case.out.numel()])
-        else:
-            out = case.out
-        partial = [0, 0, 0] if splits == 1 else [heads * splits, heads * splits, heads * splits * spec.head_dim_vo]
-        partial_m, partial_l, partial_o = buffers.split(partial)
+        parts = case.lse.numel() * splits if splits > 1 else 0
+        return out, case.lse, *buffers.split([parts, parts, parts * case.spec.head_dim_vo])
+
+    def _attend(self, case: Case, plan: Plan, results: tuple[Tensor, ...]) -> None:
+        """Launch the attention kernel: a program for each candidate row and split."""
+        spec, splits = case.spec, case.hints.num_splits
         kernels.attention_kernel[(spec.num_rows, splits)](
             case.q,
             _bits(case.k_cache),
@@ -139,11 +162,7 @@ class Adapter:
             plan.token_position,
             plan.kv_indptr,
             plan.kv_indices,
-            out,
-            case.lse,
-            partial_m,
-            partial_l,
-            partial_o,
+            *results,
             window_left=spec.window_left,
             num_kv_heads=spec.num_kv_heads,
             num_splits=splits,
@@ -154,44 +173,13 @@ class Adapter:
             **_strides("k", case.k_cache.stride()[:3]),
             **_strides("v", case.v_cache.stride()[:3]),
             stride_table=case.page_table.stride(0),
-            GROUP=spec.group_size,
-            HEAD_DIM_QK=spec.head_dim_qk,
-            HEAD_DIM_VO=spec.head_dim_vo,
-            BLOCK_QK=_padded(spec.head_dim_qk),
-            BLOCK_VO=_padded(spec.head_dim_vo),
-            PAGE_SIZE=spec.page_size,
-            BLOCK_SIZE=spec.block_size,
-            CAUSAL=spec.causal is not CausalRule.NONE,
-            WINDOW=spec.window_left >= 0,
-            K_CODEC=spec.k_codec.format.value if spec.k_codec else "none",
-            V_CODEC=spec.v_codec.format.value if spec.v_codec else "none",
             SPLIT=splits > 1,
-            BLOCK_M=_padded(spec.group_size),
             BLOCK_N=_tile(spec, case.hints.kv_tile),
-            UPCAST=INTERPRETED,
             INPUT_PRECISION=self.input_precision,
+            **_shapes(spec),
             **_epilogue(spec.epilogue),
             **_options(spec, _tile(spec, case.hints.kv_tile)),
         )
-        if splits > 1:
-            kernels.merge_kernel[(-(-heads // MERGE_ROWS),)](
-                out,
-                case.lse,
-                partial_m,
-                partial_l,
-                partial_o,
-                sinks_ptr=plan.tables.sinks,
-                num_rows=heads,
-                num_qo_heads=spec.num_qo_heads,
-                num_splits=splits,
-                HEAD_DIM_VO=spec.head_dim_vo,
-                BLOCK_VO=_padded(spec.head_dim_vo),
-                BLOCK_M=MERGE_ROWS,
-                **_epilogue(spec.epilogue),
-            )
-        if INTERPRETED:
-            case.out.copy_(out.view(case.out.shape))
-        return Outputs(case.out, case.lse, path="native")
 
     def _check(self, spec: AttentionSpec) -> None:
         """Raises Refused as declared."""
@@ -203,6 +191,25 @@ class Adapter:
 def _padded(n: int) -> int:
     """The power of two from 16 on that holds n: what tl.dot and tl.arange take."""
     return max(16, 1 << (n - 1).bit_length())
+
+
+def _shapes(spec: AttentionSpec) -> dict[str, Any]:
+    """What the attention kernel is compiled for, but for tile, splits and epilogue."""
+    return {
+        "GROUP": spec.group_size,
+        "HEAD_DIM_QK": spec.head_dim_qk,
+        "HEAD_DIM_VO": spec.head_dim_vo,
+        "BLOCK_QK": _padded(spec.head_dim_qk),
+        "BLOCK_VO": _padded(spec.head_dim_vo),
+        "BLOCK_M": _padded(spec.group_size),
+        "PAGE_SIZE": spec.page_size,
+        "BLOCK_SIZE": spec.block_size,
+        "CAUSAL": spec.causal is not CausalRule.NONE,
+        "WINDOW": spec.window_left >= 0,
+        "K_CODEC": spec.k_codec.format.value if spec.k_codec else "none",
+        "V_CODEC": spec.v_codec.format.value if spec.v_codec else "none",
+        "UPCAST": INTERPRETED,
+    }
 
 
 def _tile(spec: AttentionSpec, hint: int) -> int:
