@@ -5,11 +5,17 @@ place are compared with the catalogue.
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
+from rich.console import Console
+
 from sacts.reports.records import Record, Verdict
+
+from .session import Selection, judge_all
 
 
 class SeededFault(Protocol):
@@ -35,6 +41,10 @@ class SeededFault(Protocol):
     def verdict(self) -> str:
         """`fail`, or `crash` where the process may end."""
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells that it is audited on; empty: a tier."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -51,6 +61,21 @@ class Outcome:
     def caught(self) -> bool:
         """Killed, by gates that the catalogue names only, and its place named."""
         return bool(self.kills) and self.placed and not self.misnamed
+
+
+def judged(faults: Sequence[SeededFault], selection: Selection, console: Console) -> list[Record]:
+    """Judge each faulty backend on the cells of `selection`, or on those that the fault names, whatever it selects.
+    Raises SelectionError.
+    """
+    plain = [fault.adapter for fault in faults if not fault.cells]
+    records = judge_all(replace(selection, adapters=plain), console) if plain else []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, cells in enumerate(dict.fromkeys(fault.cells for fault in faults if fault.cells)):
+            path = Path(folder) / f"{number}.cells"
+            path.write_text("\n".join(cells) + "\n", encoding="utf-8")
+            adapters = [fault.adapter for fault in faults if fault.cells == cells]
+            records += judge_all(replace(selection, path=path, adapters=adapters, expression=""), console)
+    return records
 
 
 def audit(faults: Iterable[SeededFault], records: Sequence[Record]) -> list[Outcome]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sacts.conformance.audit import audit
+from sacts.conformance.audit import audit, judged
 from sacts.conformance.gates import generic
 from sacts.conformance.judge import blank
-from sacts.conformance.session import Selection, judge_all
+from sacts.conformance.session import Selection
 from sacts.conformance.worker import Limits
 from sacts.kernels_under_test import faults
 from sacts.matrices import tiers
@@ -38,11 +38,24 @@ DEMANDED = {
 ELSEWHERE = {Gate.LOGITS, *generic.GATES}
 
 
+@dataclass(frozen=True)
+class Entry:
+    name: str = "x"
+    adapter: str = "x"
+    gates: tuple[str, ...] = ("count",)
+    place: str = r"token \d+"
+    verdict: str = "fail"
+    cells: tuple[str, ...] = ()
+
+
+OWN_CELLS = tuple(dict.fromkeys(cell for fault in CATALOGUE.values() for cell in fault.cells))
+
+
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    adapters = ["triton", *(fault.adapter for fault in CATALOGUE.values())]
-    selection = Selection(CELLS, adapters, processes=2, limits=Limits(10.0, 30.0))
-    return judge_all(selection, Console(quiet=True))
+    bare = [Entry("triton", "triton"), Entry("triton", "triton", cells=OWN_CELLS)]
+    selection = Selection(CELLS, [], processes=2, limits=Limits(10.0, 30.0))
+    return judged([*bare, *CATALOGUE.values()], selection, Console(quiet=True))
 
 
 def test_every_seeded_fault_is_caught_and_named(records: list[Record]) -> None:
@@ -54,21 +67,12 @@ def test_every_seeded_fault_is_caught_and_named(records: list[Record]) -> None:
 
 def test_the_unpatched_backend_raises_nothing(records: list[Record]) -> None:
     mine = [record for record in records if record.adapter == "triton"]
-    assert sorted(record.cell for record in mine) == sorted(cell.id for cell in tiers.load(CELLS))
+    assert sorted(record.cell for record in mine) == sorted([*OWN_CELLS, *(cell.id for cell in tiers.load(CELLS))])
     assert {record.verdict for record in mine} == {Verdict.PASS}
 
 
 def test_every_gate_has_a_fault_that_it_catches(records: list[Record]) -> None:
     assert {record.finding.gate for record in records if record.finding} == set(Gate) - ELSEWHERE
-
-
-@dataclass(frozen=True)
-class Entry:
-    name: str = "x"
-    adapter: str = "x"
-    gates: tuple[str, ...] = ("count",)
-    place: str = r"token \d+"
-    verdict: str = "fail"
 
 
 def failed(gate: Gate, sentence: str) -> Record:
@@ -79,7 +83,7 @@ def failed(gate: Gate, sentence: str) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("entry", "judged", "caught"),
+    ("entry", "seen", "caught"),
     [
         (Entry(), [failed(Gate.COUNT, "token 3 missing")], True),
         (Entry(), [failed(Gate.COUNT, "something")], False),
@@ -91,8 +95,8 @@ def failed(gate: Gate, sentence: str) -> Record:
         (Entry(), [], False),
     ],
 )
-def test_the_audit_itself_can_fail(entry: Entry, judged: list[Record], caught: bool) -> None:
-    assert audit([entry], judged)[0].caught is caught
+def test_the_audit_itself_can_fail(entry: Entry, seen: list[Record], caught: bool) -> None:
+    assert audit([entry], seen)[0].caught is caught
 
 
 def test_a_patch_that_no_longer_fits_is_refused() -> None:

@@ -36,7 +36,7 @@ def audit(
     list_only: Annotated[bool, typer.Option("--list", help="Print the catalogue instead.")] = False,
 ) -> None:
     """Prove that the gates work: run every seeded fault, and see it killed by the right gate with the right place
-    named.
+    named. Faults of terms and codecs run on the cells that the catalogue names for them, whatever --tier and -k say.
 
     [bold]sacts audit[/]  all faults on the smoke tier
 
@@ -48,7 +48,8 @@ def audit(
     from sacts.reports import summary
 
     from ..audit import audit as compare
-    from ..session import Selection, SelectionError, judge_all
+    from ..audit import judged as judge
+    from ..session import Selection, SelectionError
     from ..worker import Limits
 
     known = audited()
@@ -74,12 +75,12 @@ def audit(
         chosen = [fault for fault in chosen if fault.name not in elsewhere]
     path = tier_path(tier)
     cells_of(path)
-    names = [fault.adapter for fault in chosen]
     try:
-        judged = judge_all(
+        judged = judge(
+            chosen,
             Selection(
                 path,
-                names,
+                [],
                 device,
                 expression,
                 processes=processes_for(processes, device),

@@ -29,7 +29,8 @@ class FaultError(ValueError):
 @dataclass(frozen=True)
 class Fault:
     """One seeded fault: `find` in `file` becomes `replace`. `gates`: what may be named; `place`: a pattern that one
-    sentence must match; `verdict`: `fail`, or `crash` for a fault that may end the process.
+    sentence must match; `verdict`: `fail`, or `crash` for a fault that may end the process; `cells`: those that it is
+    audited on, where a tier of plain rows cannot show it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Fault:
     gates: tuple[str, ...]
     place: str
     verdict: str = "fail"
+    cells: tuple[str, ...] = ()
 
     @property
     def adapter(self) -> str:
@@ -64,6 +66,7 @@ class ModelFault:
     gates: tuple[str, ...] = ()
     place: str = ""
     verdict: str = "fail"
+    cells: tuple[str, ...] = ()
 
     @property
     def adapter(self) -> str:
@@ -79,7 +82,10 @@ def _entries(file: str) -> list[dict[str, Any]]:
 @cache
 def catalogue() -> dict[str, Fault]:
     """All faults seeded in the Triton backend, by name."""
-    faults = [Fault(**entry | {"gates": tuple(entry["gates"])}) for entry in _entries("catalogue.toml")]
+    faults = [
+        Fault(**entry | {name: tuple(entry.get(name, ())) for name in ("gates", "cells")})
+        for entry in _entries("catalogue.toml")
+    ]
     return {fault.name: fault for fault in faults}
 
 
