@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from sacts.matrices.cell import Cell, CellError, parse
 from sacts.matrices.coverage import covered, feasible
-from sacts.matrices.levels import LEVELS
+from sacts.matrices.levels import LEVELS, levels_of
 from sacts.reports.records import Reach, Record, Verdict
 
 STRENGTH = 2
@@ -22,11 +22,20 @@ def reaches(records: Sequence[Record]) -> list[Reach]:
     for adapter, device in sorted({(r.adapter, r.device) for r in records}):
         mine = list(natively_judged([r for r in records if (r.adapter, r.device) == (adapter, device)]))
         here = covered(mine, STRENGTH)
-        met = {pair for pairs in here for pair in pairs}
-        never = {axis: [level for level in levels if (axis, level) not in met] for axis, levels in LEVELS.items()}
+        met = _met(mine)
+        never = {axis: [level for level in levels if level not in met[axis]] for axis, levels in LEVELS.items()}
         never = {axis: levels for axis, levels in never.items() if levels}
         found.append(Reach(adapter, device, STRENGTH, len(here & possible), len(possible), never))
     return found
+
+
+def _met(cells: Sequence[Cell]) -> dict[str, set[str]]:
+    """Levels by axis, each for itself: also of cells with other values that are no levels. An empty pattern hides all."""
+    met: dict[str, set[str]] = {axis: set() for axis in LEVELS}
+    for found in map(levels_of, cells):
+        for axis, levels in found.items() if found["pattern"] else ():
+            met[axis].update(levels)
+    return met
 
 
 def natively_judged(records: Sequence[Record]) -> Iterator[Cell]:

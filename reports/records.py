@@ -106,7 +106,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 class Reach(msgspec.Struct, frozen=True):
     """What an adapter was judged on natively: combinations of `strength` levels, of so many feasible ones; `never`: by
-    axis, the levels of no such cell.
+    axis, the levels that no natively judged cell has.
     """
 
     adapter: str

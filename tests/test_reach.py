@@ -54,11 +54,18 @@ def test_a_cell_that_hides_what_stands_beside_it_counts_for_nothing() -> None:
     assert reach.covered == 0
 
 
+def test_a_level_counts_as_met_beside_a_length_that_is_none() -> None:
+    (reach,) = reaches([record("decode/bf16/kv:777/cap:20", Verdict.PASS)])
+    assert reach.covered == 0
+    assert "20" not in reach.never["cap"]
+    assert "one" in reach.never["kv"]
+
+
 def test_the_page_says_what_was_covered() -> None:
     judged = [record(PLAIN, Verdict.PASS, adapter="<b>a</b>")]
     (reach,) = reaches(judged)
     page = html.render(judged, {}, lambda cell: {}, [reach])
-    assert f"{reach.covered} of {reach.feasible}" in page
+    assert f"{reach.covered}&nbsp;of&nbsp;{reach.feasible}" in page
     assert "cap: 20" in page
     assert "<b>a</b>" not in page
 
