@@ -30,7 +30,7 @@ def reaches(records: Sequence[Record]) -> list[Reach]:
 
 
 def _met(cells: Sequence[Cell]) -> dict[str, set[str]]:
-    """Levels by axis, each for itself: also of cells with other values that are no levels. An empty pattern hides all."""
+    """Levels by axis, each for itself, also beside values that are no levels. An empty pattern hides all of a cell."""
     met: dict[str, set[str]] = {axis: set() for axis in LEVELS}
     for found in map(levels_of, cells):
         for axis, levels in found.items() if found["pattern"] else ():
