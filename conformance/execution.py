@@ -136,7 +136,7 @@ def replayed(calls: Calls, memory: Memory) -> Any:
     graph, result = calls.asked(lambda: _recorded(calls, memory))
     memory.put(mine)
     memory.blank()
-    graph.replay()
+    calls.asked(graph.replay)
     return result
 
 

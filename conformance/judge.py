@@ -130,8 +130,7 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
     else:
         sheet.gates[Gate.INDEX] = NOT_OFFERED
     if problem.cell.phase == Phase.INDEX:
-        sheet.gates |= dict.fromkeys((gate for gate in Gate if gate not in (Gate.CONTRACT, Gate.INDEX)), NOT_APPLICABLE)
-        sheet.reach(None)
+        sheet.gates |= {gate: "pass" if gate is Gate.INDEX else NOT_APPLICABLE for gate in Gate}
         return sheet.close(Verdict.PASS)
     eager = launcher.executing(Execution.EAGER)
     if launcher is eager:

@@ -71,9 +71,7 @@ CLEAN = Surroundings()
 
 
 class Launcher:
-    """Runs one backend on one device. `on_launch(first)` is called before each launch, where the time limit starts, and
-    `on_return()` behind it, where it ends.
-    """
+    """Runs one backend on one device. `on_launch(first)` begins the time of a launch, `on_return()` ends it."""
 
     def __init__(
         self,

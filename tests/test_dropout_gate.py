@@ -5,10 +5,12 @@ on it.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from sacts.conformance.adapter import Backend, Case, Outputs
 from sacts.conformance.build import build
@@ -65,6 +67,34 @@ def test_a_lost_candidate_of_a_cell_with_dropout_is_blamed_on_the_count() -> Non
     assert record.finding is not None
     assert record.finding.gate is Gate.COUNT, record.sentence
     assert "missing token" in record.sentence
+
+
+class Spoilt(Adapter):
+    """Right but for `out`, which `spoil` changes in place."""
+
+    def __init__(self, spoil: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self._spoil = spoil
+
+    def run(self, case: Case, plan: object = None) -> Outputs:
+        outputs = super().run(case)
+        self._spoil(outputs.out)
+        return outputs
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda out: out.mul_(1 + 2.0**-16), lambda out: out[:, :, 1::2].neg_()],
+    ids=["a gain", "other values in odd channels"],
+)
+def test_what_keeps_as_many_edges_as_the_right_mask_is_not_blamed_on_it(
+    spoil: Callable[[torch.Tensor], object],
+) -> None:
+    """Also where a row has one edge, which any fault of the values leaves kept."""
+    record = judged(Spoilt(spoil), "decode/fp32/kv:60+1/dim:32/pattern:all/dropout:25")
+    assert record.verdict is Verdict.FAIL
+    assert record.finding is not None
+    assert record.finding.gate is not Gate.DROPOUT, record.sentence
 
 
 def test_the_witness_shows_the_kept_share_in_even_channels_and_its_margin_one_edge() -> None:

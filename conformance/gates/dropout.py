@@ -40,15 +40,20 @@ def _explanation(copy: Copy, seen: Observed, worst: Worst) -> str:
 
 
 def _other_mask(copy: Copy, seen: Observed, worst: Worst) -> str:
-    """The kept edges of the worst row, where lse says that its edges are the right ones and each weighs the same."""
-    spec = copy.problem.spec
-    same = largest(lse_use(copy.expected, seen)) <= 1 and seen.lse is not None
-    row = worst.token, worst.head
-    k = int(copy.expected.edges[row])
-    share = np.exp(-copy.expected.lse[row])
-    if not same or not spec.dropout or not k or abs(share * k - 1) > 1e-6:
+    """Where lse says that all edges are right and each row of equal weights keeps a whole number of them, a row that
+    keeps another number than the right mask does, the worst before others. Where none does it is no fault of the mask.
+    """
+    dropout, edges = copy.problem.spec.dropout, copy.expected.edges
+    if not dropout or seen.lse is None or largest(lse_use(copy.expected, seen)) > 1:
         return ""
-    seen_kept, right = (float(np.median(x[row][::2])) * k * (1 - spec.dropout.p) for x in (seen.out, copy.expected.out))
-    if abs(seen_kept - round(seen_kept)) > WHOLE or not 0 <= round(seen_kept) <= k:
+    equal = (edges > 0) & (np.abs(np.exp(-np.where(edges > 0, copy.expected.lse, 0.0)) * edges - 1) < 1e-6)
+    kept, right = (np.median(x[..., ::2], axis=-1) * edges * (1 - dropout.p) for x in (seen.out, copy.expected.out))
+    whole = np.rint(kept)
+    if not ((np.abs(kept - whole) <= WHOLE) & (whole >= 0) & (whole <= edges))[equal].all():
         return ""
-    return f"of {k} edges {round(seen_kept)} are kept, {round(right)} by the right mask; which, no known mistake tells"
+    other = np.argwhere(equal & (whole != np.rint(right))).tolist()
+    if not other:
+        return ""
+    row = tuple(min(other, key=lambda at: at != [worst.token, worst.head]))
+    numbers = f"of {int(edges[row])} edges {int(whole[row])} are kept, {int(np.rint(right[row]))} by the right mask"
+    return f"in query token {row[0]}, query head {row[1]}, {numbers}; which, no known mistake tells"
