@@ -17,7 +17,7 @@ from sacts.matrices.cell import Cell
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.paging import PagedCache, PageTable
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, Hints, Reduction, Route, Schedule
 
 from .adapter import PADDING
 from .codes import Scales, scales_of
@@ -115,7 +115,14 @@ def build(
     )
     draw = Draw(cell.id, replicate, "layout")
     table, pages = _PAGE_MAPS[cell.map](spec, draw)
-    hints = Hints(num_splits=cell.splits, kv_tile=cell.tile)
+    hints = Hints(
+        num_splits=cell.splits,
+        kv_tile=cell.tile,
+        q_tile=cell.qtile,
+        schedule=Schedule(cell.schedule),
+        route=Route(cell.route),
+        reduction=Reduction(cell.reduction),
+    )
     return _assembled(cell, replicate, spec, hints, table, pages, _raw_lists(cell, spec, draw))
 
 

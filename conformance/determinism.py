@@ -19,7 +19,7 @@ from sacts.matrices.cell import Cell
 from sacts.reference.bounds import Expected, expected
 from sacts.reference.forward import Inputs
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import CandidateKind, DType, Hints
+from sacts.reference.spec import CandidateKind, DType, Hints, Route, Schedule
 
 from .adapter import Backend, Consumes, Determinism
 from .build import Problem
@@ -67,6 +67,10 @@ def _schedules(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Varia
         yield hinted(problem, inputs, replace(problem.hints, num_splits=splits))
     for tile in TILES:
         yield hinted(problem, inputs, replace(problem.hints, kv_tile=tile))
+    for schedule in Schedule:
+        yield hinted(problem, inputs, replace(problem.hints, schedule=schedule))
+    for route in Route:
+        yield hinted(problem, inputs, replace(problem.hints, route=route))
 
 
 def _batches(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:

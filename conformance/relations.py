@@ -17,7 +17,7 @@ from sacts.matrices.cell import Cell
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, lists_of, rows_of, validate
 from sacts.reference.forward import Inputs
 from sacts.reference.paging import PagedCache
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, Dropout, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, Dropout, Hints, Route, Schedule
 
 from .adapter import PADDING
 from .build import Problem, build
@@ -166,7 +166,8 @@ def heads_reversed(problem: Problem, inputs: Inputs) -> Variant:
 
 def hinted(problem: Problem, inputs: Inputs, hints: Hints) -> Variant:
     """Other hints: they may change rounding, never the function."""
-    name = f"{hints.num_splits} splits, tiles of {hints.kv_tile}"
+    how = (f"{hints.num_splits} splits, tiles of {hints.kv_tile}", hints.schedule, hints.route)
+    name = ", ".join(each for each in how if each not in (Schedule.STATIC, Route.DIRECT))
     return Variant(name, problem, inputs, hints, np.arange(problem.spec.num_tokens))
 
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sacts.reference.spec import CandidateKind, CausalRule, DType, EmptyRowRule, ScaleGranularity
+from sacts.reference.spec import (
+    CandidateKind,
+    CausalRule,
+    DType,
+    EmptyRowRule,
+    Reduction,
+    Route,
+    ScaleGranularity,
+    Schedule,
+)
 
 
 class Phase(StrEnum):
@@ -114,6 +123,21 @@ EXECUTIONS = {
     Execution.REUSE.value: "run on other lists, pages and data in the same memory first, under one plan if that may be",
     Execution.GRAPH.value: "recorded as a CUDA graph on other lists, pages and data, then replayed on these",
 }
+SCHEDULES = {
+    Schedule.STATIC.value: "hint: one program a task, in the order of the rows",
+    Schedule.SHUFFLED.value: "hint: one program a task, the tasks in another order than their rows",
+    Schedule.PERSISTENT.value: "hint: programs that take task after task",
+}
+ROUTES = {
+    Route.DIRECT.value: "hint: candidates loaded through the page table",
+    Route.GATHER.value: "hint: candidates copied to contiguous scratch first, once for a KV head",
+    Route.GATHER_HEADS.value: "hint: candidates copied to contiguous scratch first, once for a query head",
+}
+REDUCTIONS = {
+    Reduction.ATOMIC.value: "hint: each row adds to dK and dV in memory",
+    Reduction.KV_CENTRIC.value: "hint: dK and dV of a block of KV are summed by one program",
+    Reduction.HYBRID.value: "hint: so for pages that many rows attend, by additions in memory for the others",
+}
 MEANINGS = {
     "phase": PHASES,
     "exec": EXECUTIONS,
@@ -131,6 +155,9 @@ MEANINGS = {
     "kind": KINDS,
     "empty": EMPTY_ROWS,
     "epilogue": EPILOGUES,
+    "schedule": SCHEDULES,
+    "route": ROUTES,
+    "reduction": REDUCTIONS,
 }
 
 
@@ -188,4 +215,8 @@ AXES = (
     Axis("zeros", "zero points", "off", tuple(ZEROS), clause="DESIGN section 4, Quantised KV"),
     Axis("epilogue", "what is done to out at last", "none", tuple(EPILOGUES), clause="DESIGN section 4, Epilogues"),
     Axis("exec", "what ran before, in the same memory", "eager", tuple(Execution)),
+    Axis("qtile", "hint: query tokens in a tile", 1),
+    Axis("schedule", "hint: who takes which task", Schedule.STATIC.value, tuple(SCHEDULES)),
+    Axis("route", "hint: how candidates reach the tiles", Route.DIRECT.value, tuple(ROUTES)),
+    Axis("reduction", "hint: how dK and dV are summed over rows", Reduction.ATOMIC.value, tuple(REDUCTIONS)),
 )

@@ -51,6 +51,10 @@ class Cell:
     zeros: str = "off"
     epilogue: str = "none"
     exec: str = "eager"
+    qtile: int = 1
+    schedule: str = "static"
+    route: str = "direct"
+    reduction: str = "atomic"
 
     def __post_init__(self) -> None:
         for axis in AXES:

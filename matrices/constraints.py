@@ -68,6 +68,18 @@ CONSTRAINTS = (
         "an index cell runs nothing",
     ),
     Constraint(
+        "gradients to sum",
+        ("phase", "reduction"),
+        lambda c: c.phase == "train" or c.reduction == "atomic",
+        "only phase train sums gradients",
+    ),
+    Constraint(
+        "queries for a tile",
+        ("phase", "qtile"),
+        lambda c: c.phase != "decode" or c.qtile == 1,
+        "decode has one query a request",
+    ),
+    Constraint(
         "one way beyond 32 bits",
         ("map", "cache"),
         lambda c: c.cache == "contiguous" or c.map != "high",

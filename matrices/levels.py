@@ -42,7 +42,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "phase": ("decode", "prefill", "train"),
     "kv": tuple(KV_LENGTHS),
     "q": tuple(Q_LENGTHS),
-    "heads": ("4-2", "4-4", "8-2", "7-1"),
+    "heads": ("4-2", "4-4", "8-2", "7-1", "8-1"),
     "dim": ("64", "128", "80", "96", "192", "576"),
     "vdim": ("0", "64", "128", "512"),
     "page": ("16", "1", "64", "128"),
@@ -54,6 +54,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "tile": ("64", "16", "32", "128"),
     "cap": ("0", "20"),
     "dropout": ("0", "30"),
+    "qtile": ("1", "4"),
 }
 LEVELS: dict[str, tuple[str, ...]] = {axis.name: CHOSEN.get(axis.name, axis.values or ()) for axis in AXES}
 NAMED_BESIDE = {"kv": ("page", "tile"), "q": ("kv", "page", "tile")}  # what a level needs to become a value

@@ -441,17 +441,53 @@ class AttentionSpec:
         return Row(request, token - self.qo_indptr[request], kv_head)
 
 
+class Schedule(StrEnum):
+    """Who takes which task (row, start, end, split). `STATIC`: one program a task, in the order of the rows;
+    `SHUFFLED`: one program a task, in an order that has nothing to do with them; `PERSISTENT`: programs that stay, and
+    take task after task.
+    """
+
+    STATIC = "static"
+    SHUFFLED = "shuffled"
+    PERSISTENT = "persistent"
+
+
+class Route(StrEnum):
+    """How candidates reach the tiles. `DIRECT`: loaded through the page table; `GATHER`: copied to contiguous scratch
+    first, once for the query heads of a KV head; `GATHER_HEADS`: copied once for each query head.
+    """
+
+    DIRECT = "direct"
+    GATHER = "gather"
+    GATHER_HEADS = "gather_heads"
+
+
+class Reduction(StrEnum):
+    """How dK and dV of a slot are summed over the rows that attend it. `ATOMIC`: each row adds to memory; `KV_CENTRIC`:
+    one program a block of KV sums over its rows; `HYBRID`: the second for pages that many rows attend.
+    """
+
+    ATOMIC = "atomic"
+    KV_CENTRIC = "kv_centric"
+    HYBRID = "hybrid"
+
+
 @dataclass(frozen=True)
 class Hints:
     """What a backend may ignore: it changes speed and rounding, never the function.
 
-    `num_splits`: parts that a row's KV range is cut into; `kv_tile`: slots per tile.
+    `num_splits`: parts that a row's KV range is cut into; `kv_tile`: slots per tile; `q_tile`: query tokens that one
+    program takes; `reduction`: of the backward pass.
     """
 
     num_splits: int = 1
     kv_tile: int = 64
+    q_tile: int = 1
+    schedule: Schedule = Schedule.STATIC
+    route: Route = Route.DIRECT
+    reduction: Reduction = Reduction.ATOMIC
 
     def __post_init__(self) -> None:
-        for name in ("num_splits", "kv_tile"):
+        for name in ("num_splits", "kv_tile", "q_tile"):
             if getattr(self, name) < 1:
                 raise ValueError(f"hint {name} must be at least 1, got {getattr(self, name)}")

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sacts.reference.spec import CandidateKind, Hints
+from sacts.reference.spec import CandidateKind, Hints, Route, Schedule
 from sacts.reports.records import Finding, Gate
 
 from ..adapter import Determinism
@@ -113,8 +113,14 @@ class Bits:
 
 
 def _other(hints: Hints) -> Hints:
-    """Other splits and another tile."""
-    return replace(hints, num_splits=3 if hints.num_splits == 1 else 1, kv_tile=32 if hints.kv_tile != 32 else 64)
+    """Other splits, another tile, another order of tasks, another route."""
+    return replace(
+        hints,
+        num_splits=3 if hints.num_splits == 1 else 1,
+        kv_tile=32 if hints.kv_tile != 32 else 64,
+        schedule=Schedule.SHUFFLED if hints.schedule is not Schedule.SHUFFLED else Schedule.STATIC,
+        route=Route.GATHER if hints.route is Route.DIRECT else Route.DIRECT,
+    )
 
 
 def broken(measurement: Measurement) -> Finding:
