@@ -228,7 +228,7 @@ class Child:
         launcher = self._launcher({})
         capabilities = launcher.backend.capabilities
         problems = {cell: conventions.problem_for(parse(cell), 0, capabilities) for cell in order.cells}
-        return Stated({cell: str(status_of(launcher, x.cell, x.spec).support) for cell, x in problems.items()})
+        return Stated({cell: str(status_of(launcher, x).support) for cell, x in problems.items()})
 
     def _measure(self, order: Measure) -> Measured:
         cell = parse(order.cell)

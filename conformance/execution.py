@@ -1,4 +1,5 @@
-"""What ran before a launch, in the same memory: nothing, a run on other contents, or the recording of a graph.
+"""What ran before a launch, in the same memory: nothing, a run on other contents, a call beyond its capacity, or the
+recording of graphs.
 
 The other contents are legal (live pages, tokens that a row may name) and differ in all that a plan does not keep, so
 that whatever a backend remembers of them shows.
@@ -7,7 +8,7 @@ that whatever a backend remembers of them shows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ import torch
 from sacts.matrices.axes import Execution
 
 from . import tensors
-from .adapter import Capabilities, Case, IndexSpace, Scale
+from .adapter import Capabilities, Case, Gradients, IndexSpace, Refused, Scale
 
+SHARED = ("k_cache", "v_cache", "kv_cache", "k_scales", "v_scales", "k_zeros", "v_zeros")  # of two buffers
+ROUNDS = 3  # in which two buffers alternate
 PAGED = ("k_cache", "v_cache")
 DECODING = ("k_scales", "v_scales", "k_zeros", "v_zeros")
 
@@ -36,17 +39,19 @@ class Calls:
 @dataclass(frozen=True)
 class Memory:
     """The tensors of a case whose contents may change between two runs. `given`: those beside the case's own, by name;
-    `blank`: makes the buffers for results as they were before anything ran.
+    `blank`: makes the buffers for results as they were before anything ran; `guarded`: buffers that were offered beside
+    the case's own, by name.
     """
 
     case: Case
     live: torch.Tensor
     given: dict[str, torch.Tensor]
     blank: Callable[[], None]
+    guarded: dict[str, tensors.Guarded] = field(default_factory=dict)
 
     def views(self) -> dict[str, torch.Tensor]:
         """Contents by name; of what belongs to pages the live ones only."""
-        plain = {name: getattr(self.case, name) for name in ("q", "page_table", "kv_indices")}
+        plain = {name: getattr(self.case, name) for name in ("q", "page_table", "seq_lens", "kv_indices")}
         paged = {name: getattr(self.case, name) for name in (*PAGED, *DECODING)}
         held = {name: tensors.taken(x, self.live) for name, x in paged.items() if x is not None}
         return {**plain, **self.given, **held}
@@ -60,6 +65,24 @@ class Memory:
             else:
                 whole.copy_(value)
 
+    def described(self) -> Case:
+        """The case with the lengths that its memory holds, on the host too."""
+        seq_lens = tuple(self.case.seq_lens.tolist())
+        return replace(self.case, spec=replace(self.case.spec, seq_lens=seq_lens))
+
+    def twin(self) -> Memory:
+        """A second buffer beside this one, over the same caches."""
+        own: dict[str, Any] = {name: x.clone() for name, x in _tensors(self.case).items() if name not in SHARED}
+        if self.case.gradients is not None:
+            buffers = {name: x.clone() for name, x in _tensors(self.case.gradients).items()}
+            own["gradients"] = replace(self.case.gradients, **buffers)
+        return replace(self, case=replace(self.case, **own))
+
+
+def _tensors(of: Case | Gradients) -> dict[str, Any]:
+    """The tensors of a record, by field."""
+    return {name: x for name, x in vars(of).items() if isinstance(x, torch.Tensor)}
+
 
 def others(memory: Memory, keeps: frozenset[str], space: IndexSpace) -> dict[str, torch.Tensor]:
     """Other contents than those of a case, of the same shapes, for all that a plan does not keep."""
@@ -70,6 +93,8 @@ def others(memory: Memory, keeps: frozenset[str], space: IndexSpace) -> dict[str
             other = _next_page(mine, live)
         elif name == "kv_indices":
             other = _other_lists(memory.case, live, space)
+        elif name == "seq_lens":
+            other = mine + 1  # the table has a live page there
         elif name in PAGED:
             other = _finite(mine.roll(1, 0))
         elif name in DECODING:
@@ -113,7 +138,7 @@ def reused(calls: Calls, memory: Memory) -> Any:
     keeps, space = calls.capabilities.plan_keeps, calls.capabilities.index_space
     mine = {name: x.clone() for name, x in memory.views().items()}
     memory.put(others(memory, frozenset(), space))
-    case = memory.case
+    case = memory.described()
     if calls.capabilities.scale is Scale.SPEC:
         case = replace(case, spec=replace(case.spec, sm_scale=2 * case.spec.sm_scale))
     calls.run(case, calls.plan(case))
@@ -122,35 +147,125 @@ def reused(calls: Calls, memory: Memory) -> Any:
         memory.blank()
         return calls.run(memory.case, calls.plan(memory.case))
     memory.put(others(memory, keeps, space))
-    plan = calls.plan(memory.case)
-    calls.run(memory.case, plan)
+    case = memory.described()
+    plan = calls.plan(case)
+    calls.run(case, plan)
     memory.put(mine)
     memory.blank()
     return calls.run(memory.case, plan)
 
 
+# --- beyond what was made room for
+
+
+def small_plan(calls: Calls, memory: Memory) -> Any:
+    """Run under a plan that was made for lists of half the length."""
+    plan = calls.plan(_halved(memory.case))
+    return _or_refused(calls, memory, lambda: calls.run(memory.case, plan))
+
+
+def small_workspace(calls: Calls, memory: Memory) -> Any:
+    """Plan and run in a workspace of one byte less, between guard zones of its own."""
+    short = tensors.Guarded.make((len(memory.case.workspace) - 1,), torch.uint8, str(memory.case.workspace.device))
+    short.inner.copy_(memory.case.workspace[:-1])
+    memory.guarded["workspace"] = short
+    case = replace(memory.case, workspace=short.inner)
+    return _or_refused(calls, memory, lambda: calls.run(case, calls.plan(case)))
+
+
+def _or_refused(calls: Calls, memory: Memory, attempt: Callable[[], Any]) -> Any:
+    """What the attempt gives, which then must be right; where it is refused, what the whole call gives behind it."""
+    try:
+        return attempt()
+    except Refused:
+        memory.blank()
+        return calls.run(memory.case, calls.plan(memory.case))
+
+
+def _halved(case: Case) -> Case:
+    """The first half of each list, in tensors of their own."""
+    start, length = case.kv_indptr[:-1].long(), case.kv_indptr.long().diff() // 2
+    row = torch.repeat_interleave(torch.arange(len(length), device=length.device), length)
+    indptr = torch.cat((length.new_zeros(1), length.cumsum(0)))
+    taken = start[row] + torch.arange(len(row), device=row.device) - indptr[row]
+    return replace(case, kv_indptr=indptr.to(case.kv_indptr.dtype), kv_indices=case.kv_indices[taken])
+
+
+# --- graphs
+
+
 def replayed(calls: Calls, memory: Memory) -> Any:
-    """Record a run on other contents as a graph, behind one that compiles, and replay it on the case's own."""
+    """Record a run on other contents as a graph, and replay it on the case's own."""
     mine = {name: x.clone() for name, x in memory.views().items()}
     memory.put(others(memory, calls.capabilities.plan_keeps or frozenset(), calls.capabilities.index_space))
-    graph, result = calls.asked(lambda: _recorded(calls, memory))
+    replay, result = calls.asked(lambda: _recorded(calls, memory))
     memory.put(mine)
     memory.blank()
-    calls.asked(graph.replay)
+    calls.asked(replay)
     return result
 
 
-def _recorded(calls: Calls, memory: Memory) -> tuple[torch.cuda.CUDAGraph, Any]:
-    plan = calls.plan(memory.case)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls.run(memory.case, plan)
-    torch.cuda.current_stream().wait_stream(stream)
+def double_buffered(calls: Calls, memory: Memory) -> Any:
+    """Record a graph over each of two buffers and replay them in turn, side by side: while one runs, the contents of
+    the other are written. The caches are common to both.
+    """
+    kept = calls.capabilities.plan_keeps or frozenset()
+    mine = {name: x.clone() for name, x in memory.views().items() if name not in SHARED}
+    other = others(memory, kept | frozenset(SHARED), calls.capabilities.index_space)
+    twin = memory.twin()
+    for buffer in (memory, twin):
+        buffer.put(other)
+    replay, result = calls.asked(lambda: _recorded(calls, memory))
+    replay_twin, _ = calls.asked(lambda: _recorded(calls, twin))
+    side = Side()
+    for _ in range(ROUNDS):
+        with side:
+            calls.asked(replay_twin)
+        memory.put(mine)
+        memory.blank()
+        with side:
+            twin.put(mine)
+            twin.put(other)
+        calls.asked(replay)
+    side.join()
+    return result
+
+
+def _recorded(calls: Calls, memory: Memory) -> tuple[Callable[[], None], Any]:
+    case = memory.described()
+    plan = calls.plan(case)
+    return record(lambda: calls.run(case, plan))
+
+
+def record(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A CUDA graph of a run, behind one that compiles: what replays it, and its result."""
+    side = Side()
+    with side:
+        run()
+    side.join()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = calls.run(memory.case, plan)
-    return graph, result
+        result = run()
+    return graph.replay, result
+
+
+class Side:
+    """A stream that begins behind the current one; what is called within it runs beside that, until they `join`."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._within = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        self._within.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._within.__exit__(*raised)
+
+    def join(self) -> None:
+        """Let the current stream wait for this one."""
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def eager(calls: Calls, memory: Memory) -> Any:
@@ -161,5 +276,8 @@ def eager(calls: Calls, memory: Memory) -> Any:
 PERFORM: dict[Execution, Callable[[Calls, Memory], Any]] = {
     Execution.EAGER: eager,
     Execution.REUSE: reused,
+    Execution.SMALL_PLAN: small_plan,
+    Execution.SMALL_WORKSPACE: small_workspace,
     Execution.GRAPH: replayed,
+    Execution.DOUBLE_BUFFER: double_buffered,
 }

@@ -33,7 +33,10 @@ from .status import status_of
 ALWAYS = ("random", "count")  # also of rows without an edge, which must be exactly empty
 BEHIND = {
     Execution.REUSE: "behind a run on other lists, pages and data in the same memory",
+    Execution.SMALL_PLAN: "under a plan for shorter lists, or behind its refusal",
+    Execution.SMALL_WORKSPACE: "in a workspace of one byte less, or behind its refusal",
     Execution.GRAPH: "as the replay of a graph that was recorded on other lists, pages and data",
+    Execution.DOUBLE_BUFFER: "as the replay of one of two graphs while the buffer of the other is written",
 }
 EXACT = "exact"  # the sample of rows that gates A and count judge
 NOT_OFFERED, NOT_REACHED, NOT_APPLICABLE = "not offered", "not reached", "not applicable"
@@ -103,7 +106,7 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     try:
         capabilities = launcher.backend.capabilities
         problem = conventions.problem_for(cell, replicate, capabilities)
-        status = status_of(launcher, cell, problem.spec)
+        status = status_of(launcher, problem)
         lost = conventions.converted(problem, capabilities)
         sheet.record = _with(sheet.record, status=str(status.support), converted=lost)
         if not status.asked:

@@ -201,12 +201,12 @@ class Launched(Generic[T]):
         """The observation, and whether the backend returned tensors of its own."""
         case, live = self.case()
         before = self._digests(case, live)
-        workspace, result = self._called(case, live, execution)
+        offered, result = self._called(case, live, execution)
         after = self._digests(case, live)
         changed = [name for name in before if before[name] != after[name]]
         if changed:
             raise ContractBroken(f"the launch changed its input {', '.join(changed)}", changed[0])
-        for name, buffer in (*self.offered().items(), ("workspace", workspace)):
+        for name, buffer in (*self.offered().items(), *offered):
             if where := buffer.broken():
                 raise ContractBroken(f"the launch wrote outside {name}: {where}", name)
         observed = self.observe(result)
@@ -215,7 +215,10 @@ class Launched(Generic[T]):
     def _digests(self, case: Case, live: torch.Tensor) -> dict[str, bytes]:
         return {name: tensors.digest(tensor) for name, tensor in self.watched(case, live).items()}
 
-    def _called(self, case: Case, live: torch.Tensor, execution: Execution) -> tuple[tensors.Guarded, Any]:
+    def _called(
+        self, case: Case, live: torch.Tensor, execution: Execution
+    ) -> tuple[list[tuple[str, tensors.Guarded]], Any]:
+        """The workspaces that were offered, and what the backend returned."""
         size = self._asked(lambda: self.backend.workspace_bytes(case))
         workspace = tensors.Guarded.make((size,), torch.uint8, self.device)
         self._fill(workspace.inner)
@@ -235,7 +238,7 @@ class Launched(Generic[T]):
         result = PERFORM[execution](calls, memory)
         if self.device.startswith("cuda"):
             self._asked(lambda: torch.cuda.synchronize(self.device))
-        return workspace, result
+        return [("workspace", workspace), *memory.guarded.items()], result
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         """What the backend answers. Raises AdapterRaised, or Refused."""

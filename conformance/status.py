@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from sacts.matrices.axes import Execution, Phase
 from sacts.matrices.cell import Cell
-from sacts.reference.spec import AttentionSpec
 
 from .adapter import NATIVE, Backend, Support, refused
-from .launch import Launcher
+from .build import Problem
+from .launch import AdapterRaised, Launcher
+from .probes.inputs import RANDOM
 
 
 class Status(NamedTuple):
@@ -21,12 +22,19 @@ class Status(NamedTuple):
     asked: bool
 
 
-def status_of(launcher: Launcher, cell: Cell, spec: AttentionSpec) -> Status:
-    """The status of a cell, whose spec the backend has been converted to. Raises AdapterRaised."""
-    for missing in (_phase(launcher.backend, cell), _execution(launcher.backend, launcher.device, cell)):
+def status_of(launcher: Launcher, problem: Problem) -> Status:
+    """The status of a cell; the backend has been converted to its problem. Raises AdapterRaised."""
+    for missing in (_phase(launcher.backend, problem.cell), _execution(launcher, problem.cell)):
         if missing != NATIVE:
             return Status(missing, asked=False)
-    return Status(launcher.support(spec), asked=True)
+    said = launcher.support(problem.spec)
+    if (
+        said.status != "refused"
+        and problem.cell.exec == Execution.SMALL_WORKSPACE
+        and not _workspace(launcher, problem)
+    ):
+        return Status(refused("small_workspace: the backend asks for none"), asked=False)
+    return Status(said, asked=True)
 
 
 def _phase(backend: Backend, cell: Cell) -> Support:
@@ -37,13 +45,25 @@ def _phase(backend: Backend, cell: Cell) -> Support:
     return NATIVE
 
 
-def _execution(backend: Backend, device: str, cell: Cell) -> Support:
-    if cell.exec != Execution.GRAPH:
+def _execution(launcher: Launcher, cell: Cell) -> Support:
+    backend = launcher.backend
+    if cell.exec == Execution.SMALL_PLAN and not backend.plans:
+        return refused("small_plan: the backend does not plan")
+    if cell.exec not in (Execution.GRAPH, Execution.DOUBLE_BUFFER):
         return NATIVE
     if not backend.capabilities.graph:
         return refused("graph: the backend does not declare it")
-    if not device.startswith("cuda"):
+    if not launcher.device.startswith("cuda"):
         return refused("graph: needs a CUDA device")
     if backend.plans and backend.capabilities.plan_keeps is None:
         return refused("graph: plan_keeps does not say what a plan keeps")
     return NATIVE
+
+
+def _workspace(launcher: Launcher, problem: Problem) -> int:
+    """Bytes that the backend asks for. Raises AdapterRaised."""
+    case = launcher.case(problem, RANDOM.inputs(problem))
+    try:
+        return launcher.backend.workspace_bytes(case)
+    except Exception as error:  # whatever an adapter raises is its own verdict
+        raise AdapterRaised("workspace_bytes(case)") from error

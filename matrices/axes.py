@@ -34,7 +34,10 @@ class Execution(StrEnum):
 
     EAGER = "eager"
     REUSE = "reuse"
+    SMALL_PLAN = "small_plan"
+    SMALL_WORKSPACE = "small_workspace"
     GRAPH = "graph"
+    DOUBLE_BUFFER = "double_buffer"
 
 
 PATTERNS = {
@@ -121,7 +124,11 @@ PHASES = {
 EXECUTIONS = {
     Execution.EAGER.value: "planned and run, once",
     Execution.REUSE.value: "run on other lists, pages and data in the same memory first, under one plan if that may be",
+    Execution.SMALL_PLAN.value: "run under a plan for shorter lists first: refused, and planned anew, or right",
+    Execution.SMALL_WORKSPACE.value: "run in a workspace of one byte less first: refused, or right",
     Execution.GRAPH.value: "recorded as a CUDA graph on other lists, pages and data, then replayed on these",
+    Execution.DOUBLE_BUFFER.value: "two such graphs, each over a buffer of its own, replayed in turn while the other is"
+    " written",
 }
 SCHEDULES = {
     Schedule.STATIC.value: "hint: one program a task, in the order of the rows",

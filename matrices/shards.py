@@ -29,7 +29,14 @@ class Shard:
 
 
 WHOLE = Shard(1, 1)
-RUNS = {Execution.EAGER: 1, Execution.REUSE: 3, Execution.GRAPH: 3}  # of a launch
+RUNS = {  # of a launch
+    Execution.EAGER: 1,
+    Execution.REUSE: 3,
+    Execution.SMALL_PLAN: 2,
+    Execution.SMALL_WORKSPACE: 2,
+    Execution.GRAPH: 3,
+    Execution.DOUBLE_BUFFER: 10,
+}
 COST_AXES = ("phase", "kv", "q", "heads", "page", "splits", "tile", "exec")  # what `predicted` looks at, by level
 
 

@@ -58,7 +58,7 @@ class Adapter:
     input_precision = "ieee"  # of FP32 operands of tl.dot
     capabilities = Capabilities(
         consumes=Consumes.RAW,
-        plan_keeps=frozenset(("kv_indptr", "kv_indices")),
+        plan_keeps=frozenset(("seq_lens", "kv_indptr", "kv_indices")),
         graph=True,
         determinism=dict.fromkeys(("out", "lse"), frozenset(Determinism) - {Determinism.SCHEDULE}),
         numerics={
