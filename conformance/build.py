@@ -18,6 +18,7 @@ from sacts.reference.candidates import CandidateLists, ValidatedCandidates, vali
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.paging import PagedCache, PageTable
 from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, Hints, Reduction, Route, Schedule
+from sacts.reference.tiers import smallest_tier
 
 from .adapter import PADDING
 from .codes import Scales, scales_of
@@ -123,7 +124,7 @@ def build(
         route=Route(cell.route),
         reduction=Reduction(cell.reduction),
     )
-    return _assembled(cell, replicate, spec, hints, table, pages, _raw_lists(cell, spec, draw))
+    return _assembled(cell, replicate, spec, hints, table, pages, _FORMATS[cell.format](_raw_lists(cell, spec, draw)))
 
 
 def last_query(problem: Problem, request: int, *purpose: object) -> Problem:
@@ -229,6 +230,20 @@ def _shared_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
     return _assemble(spec, dealt, table.num_pages, live)
 
 
+def _aliased_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
+    """Random pages, then every second whole page of a later request is the page behind it in request 0."""
+    table, live = _random_pages(spec, draw)
+    whole = [seq_len // spec.page_size for seq_len in spec.seq_lens]
+    dealt = []
+    for request, seq_len in enumerate(spec.seq_lens):
+        mine = table.table[request, : _page_count(seq_len, spec.page_size)].copy()
+        if request:
+            aliased = np.arange(0, min(whole[request], whole[0] - 1), 2)
+            mine[aliased] = table.table[0, aliased + 1]
+        dealt.append(mine)
+    return _assemble(spec, dealt, table.num_pages, live)
+
+
 def _identity_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
     total = _total_pages(spec)
     return _table(spec, np.arange(total), total + 2, np.arange(total, total + 2))
@@ -250,6 +265,7 @@ def _example_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
 _PAGE_MAPS: dict[str, Callable[[AttentionSpec, Draw], tuple[PageTable, Ints]]] = {
     "random": _random_pages,
     "shared": _shared_pages,
+    "alias": _aliased_pages,
     "identity": _identity_pages,
     "high": _high_pages,
     "example": _example_pages,
@@ -336,10 +352,15 @@ def _repeated(entries: Ints) -> Ints:
 
 
 def _raw_lists(cell: Cell, spec: AttentionSpec, draw: Draw) -> CandidateLists:
-    """One list per row, over the entries that the row may name: token lists end at a causal query's own position."""
+    """One list per row, over the entries that the row may name: token lists end at a causal query's own position, or at
+    that of the first of the queries that share a list.
+    """
     repeats = spec.candidate_kind is CandidateKind.MULTISET
-    lists = []
-    for request, position in zip(spec.token_request, spec.token_position, strict=True):
+    lists: list[Ints] = []
+    for token, (request, position) in enumerate(zip(spec.token_request, spec.token_position, strict=True)):
+        if (token - spec.qo_indptr[request]) % cell.qblock:
+            lists += lists[-spec.num_kv_heads :]
+            continue
         tokens = spec.seq_lens[request]
         if spec.block_size == 1 and spec.causal is not CausalRule.NONE:
             tokens = min(tokens, max(0, position + 1))
@@ -349,3 +370,27 @@ def _raw_lists(cell: Cell, spec: AttentionSpec, draw: Draw) -> CandidateLists:
             lists.append(_repeated(named) if repeats else named)
     lengths = [len(entries) for entries in lists]
     return CandidateLists(np.cumsum([0, *lengths]), np.concatenate([np.zeros(0, np.int64), *lists]))
+
+
+CAPACITIES = tuple(16 * 4**n for n in range(8))  # of lists in tiers
+
+
+def _to_length(lists: CandidateLists, capacity: Ints) -> CandidateLists:
+    """Lists with padding behind the entries, up to `capacity` [rows]."""
+    lengths = np.diff(lists.indptr)
+    indptr = np.concatenate(([0], np.cumsum(capacity)))
+    indices = np.full(indptr[-1], PADDING, np.int64)
+    indices[np.arange(lengths.sum()) + np.repeat(indptr[:-1] - lists.indptr[:-1], lengths)] = lists.indices
+    return CandidateLists(indptr, indices)
+
+
+def _fixed_k(lists: CandidateLists) -> CandidateLists:
+    lengths = np.diff(lists.indptr)
+    return _to_length(lists, np.full_like(lengths, lengths.max(initial=0)))
+
+
+_FORMATS: dict[str, Callable[[CandidateLists], CandidateLists]] = {
+    "csr": lambda lists: lists,
+    "fixed_k": _fixed_k,
+    "tiers": lambda lists: _to_length(lists, smallest_tier(np.diff(lists.indptr), CAPACITIES)),
+}

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sacts.reference.codecs import decode, encode
+from sacts.reference.formats import FP8_FORMATS
 from sacts.reference.quantised import QuantisedCache, group_shape
 from sacts.reference.spec import AttentionSpec, Codec, CodecFormat, NaNRule, OverflowRule
 
@@ -27,6 +28,7 @@ COARSE = -2
 MANTISSA = 0.25  # a scale that is no power of two exceeds one by this share of it at most
 OFFSETS = {CodecFormat.INT4: (1, 3)}  # the least and the largest size of a zero point; other formats: WIDE_OFFSETS
 WIDE_OFFSETS = (8, 32)
+EDGE_SHARE = 0.25  # of the elements of values:scale_edges
 
 
 class NotOnGrid(ValueError):
@@ -65,6 +67,15 @@ class Scales:
         some = np.asarray(needed.any(axis=shared, keepdims=True))
         return np.broadcast_to(~some[..., None], self.scales.shape)
 
+    def at_edges(self, values: Array, draw: Draw) -> Array:
+        """A quarter of the values replaced by edges of the format, each in the scale and about the zero point of its
+        place; those beyond the largest code saturate.
+        """
+        some = edges(self.codec.format)
+        chosen = _uniform(draw, values.shape) < EDGE_SHARE
+        edge = some[(_uniform(draw, values.shape) * len(some)).astype(np.int64)]
+        return self.on_grid(np.where(chosen, (edge - self.zeros) * self.scales, values))
+
     def _codes(self, values: Array) -> Codes:
         integer = self.codec.format.integer
         keep = {"nan": NaNRule.CODE, "nan_code": self.codec.code_range[0]} if integer else {"nan": NaNRule.KEEP}
@@ -83,6 +94,20 @@ class Scales:
         """Those of other pages, tokens, heads or channels (axis 0 to 3), in this order; what is shared stays."""
         moved = (x if x.shape[axis] == 1 else np.take(x, index, axis) for x in (self.scales, self.zeros))
         return Scales(self.codec, *moved)
+
+
+def edges(format: CodecFormat) -> Array:
+    """Of both signs: 0, the number next to it, the largest, and twice that; of fp8 also the largest subnormal and the
+    least normal number.
+    """
+    if format.integer:
+        largest = float(1 << (format.bits - 1))  # of the negative ones; the positive saturate
+        sizes = [0.0, 1.0, largest - 1, largest, 2 * largest]
+    else:
+        fmt = FP8_FORMATS[format]
+        normal, step = 2.0**fmt.emin, 2.0 ** (fmt.emin - fmt.precision + 1)
+        sizes = [0.0, step, normal - step, normal, fmt.max, 2 * fmt.max]
+    return np.array([sign * size for size in sizes for sign in (1, -1)])
 
 
 def scales_of(

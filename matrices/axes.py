@@ -56,6 +56,7 @@ PATTERNS = {
 MAPS = {
     "random": "distinct pages in random order, unrelated to logical order",
     "shared": "requests share the pages of their common prefix, half of the shortest",
+    "alias": "every second whole page of a later request is the page behind it in the first: a page at two places",
     "identity": "ascending pages from 0",
     "high": "page numbers beyond 2^31 elements into the pool, so that 32-bit offsets overflow",
     "example": "the page table (41, 7)",
@@ -70,6 +71,7 @@ VALUES = {
     "huge": "logits up to about +-300, one key dominant in most rows",
     "shifted": "all logits shifted by one number, -864 (random probe) or -98304 (count witness)",
     "equal": "all keys equal: every logit the same, not zero",
+    "scale_edges": "K and V at the edges of their codes: the largest, the least and subnormal ones, what saturates",
     "heavy": "cubes of normal numbers: heavy tails, so that one key or one channel decides",
 }
 POSITIONS = {
@@ -130,6 +132,11 @@ EXECUTIONS = {
     Execution.DOUBLE_BUFFER.value: "two such graphs, each over a buffer of its own, replayed in turn while the other is"
     " written",
 }
+FORMATS = {
+    "csr": "each raw list as long as it is",
+    "fixed_k": "raw lists of one length, that of the longest; padding behind the entries",
+    "tiers": "raw lists as long as the least capacity of 16, 64, 256, ... that holds them; padding behind the entries",
+}
 SCHEDULES = {
     Schedule.STATIC.value: "hint: one program a task, in the order of the rows",
     Schedule.SHUFFLED.value: "hint: one program a task, the tasks in another order than their rows",
@@ -162,6 +169,7 @@ MEANINGS = {
     "kind": KINDS,
     "empty": EMPTY_ROWS,
     "epilogue": EPILOGUES,
+    "format": FORMATS,
     "schedule": SCHEDULES,
     "route": ROUTES,
     "reduction": REDUCTIONS,
@@ -225,5 +233,9 @@ AXES = (
     Axis("qtile", "hint: query tokens in a tile", 1),
     Axis("schedule", "hint: who takes which task", Schedule.STATIC.value, tuple(SCHEDULES)),
     Axis("route", "hint: how candidates reach the tiles", Route.DIRECT.value, tuple(ROUTES)),
+    Axis("format", "how long raw lists are", "csr", tuple(FORMATS)),
+    Axis(
+        "qblock", "neighbouring queries that share one list", 1, clause="DESIGN section 6: per query or per query block"
+    ),
     Axis("reduction", "hint: how dK and dV are summed over rows", Reduction.ATOMIC.value, tuple(REDUCTIONS)),
 )

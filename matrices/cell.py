@@ -54,6 +54,8 @@ class Cell:
     qtile: int = 1
     schedule: str = "static"
     route: str = "direct"
+    format: str = "csr"
+    qblock: int = 1
     reduction: str = "atomic"
 
     def __post_init__(self) -> None:

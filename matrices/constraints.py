@@ -104,6 +104,24 @@ CONSTRAINTS = (
         "map:shared needs two requests or more",
     ),
     Constraint(
+        "an alias",
+        ("map", "kv", "page"),
+        lambda c: c.map != "alias" or (c.kv[0] >= 2 * c.page and max((0, *c.kv[1:])) >= c.page),
+        "map:alias needs two whole pages of the first request and one of another",
+    ),
+    Constraint(
+        "edges of codes",
+        ("values", "kcodec", "vcodec"),
+        lambda c: c.values != "scale_edges" or _coded(c),
+        "only codes have edges",
+    ),
+    Constraint(
+        "queries that share",
+        ("phase", "qblock"),
+        lambda c: c.phase != "decode" or c.qblock == 1,
+        "decode has one query a request",
+    ),
+    Constraint(
         "example lists",
         ("pattern", "map"),
         lambda c: c.pattern != "example" or c.map == "example",

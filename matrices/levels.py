@@ -48,13 +48,14 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "page": ("16", "1", "64", "128"),
     "block": ("1", "16", "32"),
     "pattern": ("scattered", "clustered", "contiguous", "hot", "all", "one", "duplicates", "union"),
-    "map": ("random", "shared", "identity", "high"),
+    "map": ("random", "shared", "alias", "identity", "high"),
     "window": ("-1", "5", "20"),
     "splits": ("1", "2", "8"),
     "tile": ("64", "16", "32", "128"),
     "cap": ("0", "20"),
     "dropout": ("0", "30"),
     "qtile": ("1", "4"),
+    "qblock": ("1", "4"),
 }
 LEVELS: dict[str, tuple[str, ...]] = {axis.name: CHOSEN.get(axis.name, axis.values or ()) for axis in AXES}
 NAMED_BESIDE = {"kv": ("page", "tile"), "q": ("kv", "page", "tile")}  # what a level needs to become a value

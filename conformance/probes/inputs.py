@@ -6,6 +6,7 @@ the dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ def _uncommitted(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.bo
 def _random(problem: Problem) -> Inputs:
     draw = problem.draw("random")
     q, k, v = (draw.normal(shape) for shape in _shapes(problem))
-    q, k, v = _VALUES[problem.cell.values](q, k, v)
+    q, k, v = _VALUES[problem.cell.values](problem, q, k, v)
     stale = _uncommitted(problem)
     k[stale] = HOT_KEY * draw.signs(k[stale].shape)
     v[stale] = STALE_VALUE
@@ -74,12 +75,24 @@ def _shift(q: Array, k: Array, size: float) -> tuple[Array, Array]:
     return q, k
 
 
-_VALUES: dict[str, Callable[[Array, Array, Array], tuple[Array, Array, Array]]] = {
-    "gaussian": lambda q, k, v: (q, k, v),
-    "huge": lambda q, k, v: (10 * q, 10 * k, v),
-    "shifted": lambda q, k, v: (*_shift(q, k, SHIFT), v),
-    "equal": lambda q, k, v: (*_equal_keys(q, k), v),
-    "heavy": lambda q, k, v: (q**3, k**3, v**3),
+def _at_edges(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """K and V at the edges of their codes; q so small that logits stay ordinary ones."""
+    draw = problem.draw("edges")
+    k, v = (
+        x if scales is None else scales.at_edges(x, draw)
+        for x, scales in ((k, problem.k_scales), (v, problem.v_scales))
+    )
+    size = float(np.sqrt(np.mean(k * k)))
+    return q * 2.0 ** -max(0, math.ceil(math.log2(size))), k, v
+
+
+_VALUES: dict[str, Callable[[Problem, Array, Array, Array], tuple[Array, Array, Array]]] = {
+    "gaussian": lambda problem, q, k, v: (q, k, v),
+    "huge": lambda problem, q, k, v: (10 * q, 10 * k, v),
+    "shifted": lambda problem, q, k, v: (*_shift(q, k, SHIFT), v),
+    "equal": lambda problem, q, k, v: (*_equal_keys(q, k), v),
+    "scale_edges": _at_edges,
+    "heavy": lambda problem, q, k, v: (q**3, k**3, v**3),
 }
 
 
