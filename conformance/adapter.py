@@ -3,7 +3,8 @@
 
 An adapter is a class, an instance or a module with one required callable, `run(case, plan=None) -> Outputs`.
 Everything else is optional: `name`, `capabilities`, `support(spec)`, `workspace_bytes(case)`, `plan(case)`,
-`backward(case, saved, d_out, d_lse=None, plan=None) -> Gradients`. docs/adapters.md is the vendor's page.
+`fallback(spec, reason)`, `counters()`, `backward(case, saved, d_out, d_lse=None, plan=None) -> Gradients`.
+docs/adapters.md is the vendor's page.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import AttentionSpec, CausalRule, DType, Hints
+from sacts.reference.spec import AttentionSpec, CausalRule, DType, FallbackReason, Hints
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,8 @@ class Case:
     `kv_cache` is the one tensor that holds K and V where the backend declares `packed_kv`, None otherwise.
     `gradients` are the buffers that `backward` may write into; None in the forward call. Where the spec has a codec,
     the cache holds codes, and `k_scales`, `v_scales` (and `k_zeros`, `v_zeros` where it is asymmetric) what decodes
-    them, (code - zero) * scale; None without.
+    them, (code - zero) * scale; None without. `fallback`: why the backend must leave its sparse path in this call; None
+    where it takes the path that it declares for the spec.
     """
 
     spec: AttentionSpec
@@ -52,6 +54,7 @@ class Case:
     v_scales: torch.Tensor | None = None
     k_zeros: torch.Tensor | None = None
     v_zeros: torch.Tensor | None = None
+    fallback: FallbackReason | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,7 @@ class Capabilities:
     out that it is fed; one that does not (it runs its own forward again) is judged end to end, more loosely.
     `plan_keeps`: the fields of `Case` whose contents a plan has taken, so that it holds while these stay and all others
     may change in place; None: a plan holds for one run. `graph`: `run` may be recorded as a CUDA graph and replayed.
+    `fallback_numerics`: of the path that `fallback` names, by dtype; empty: those of `numerics`.
     """
 
     consumes: Consumes = Consumes.VALIDATED
@@ -218,6 +222,7 @@ class Capabilities:
     reads_saved: bool = True
     plan_keeps: frozenset[str] | None = None
     graph: bool = False
+    fallback_numerics: Mapping[DType, Numerics] = field(default_factory=dict)
 
     def numerics_of(self, dtype: DType) -> Numerics:
         """The numerics contract for one dtype."""
@@ -267,8 +272,10 @@ class Adapter(Protocol):
 
 class Backend:
     """An adapter with its optional members filled in. Raises TypeError, naming the member, for one that is no
-    adapter.
+    adapter. `reason`: why it is told to leave its sparse path, None where it is not.
     """
+
+    reason: FallbackReason | None = None
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter
@@ -285,6 +292,20 @@ class Backend:
         if not isinstance(support, Support):
             raise TypeError(f"support(spec) must return a Support, got {type(support).__name__}")
         return support
+
+    def forced(self, reason: FallbackReason) -> Backend:
+        """The same, told to leave its sparse path. It promises no bits there."""
+        return Forced(self.adapter, reason)
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether the adapter can be told to leave its sparse path."""
+        return hasattr(self.adapter, "fallback")
+
+    def counters(self) -> dict[str, int] | None:
+        """Runs by path, since the adapter was made; None where it does not count."""
+        count = getattr(self.adapter, "counters", None)
+        return dict(count()) if count else None
 
     def numerics(self, dtype: DType, hints: Hints) -> Numerics:
         """The numerics contract of a launch: where the hint names splits, the backend may split."""
@@ -343,3 +364,20 @@ class Backend:
         """The gradients of sum(d_out * out) + sum(d_lse * lse), lse natural, under a plan where there is one."""
         made = dict(zip(("plan",), planned, strict=False))
         return self.adapter.backward(case, saved, d_out, d_lse, **made)  # type: ignore[no-any-return]  # an adapter is untyped; its answer is checked
+
+
+class Forced(Backend):
+    """A backend that is told why it must leave its sparse path, in the field `fallback` of each case."""
+
+    def __init__(self, adapter: Any, reason: FallbackReason) -> None:
+        super().__init__(adapter)
+        self.reason = reason
+        numerics = self.capabilities.fallback_numerics or self.capabilities.numerics
+        self.capabilities = replace(self.capabilities, numerics=numerics, determinism={})
+
+    def support(self, spec: AttentionSpec) -> Support:
+        """What `fallback` says. Raises ValueError for anything but a fallback for this reason, or a refusal."""
+        said, expected = self.adapter.fallback(spec, self.reason), fallback(str(self.reason))
+        if said != expected and not (isinstance(said, Support) and said.status == "refused"):
+            raise ValueError(f"fallback(spec, {self.reason}) must be {expected} or refused(...), got {said}")
+        return said  # type: ignore[no-any-return]  # an adapter is untyped; its answer was checked

@@ -28,7 +28,7 @@ from .launch import AdapterRaised, ContractBroken, Launcher, Observed
 from .probes.applicability import terms_of
 from .probes.copies import Copy, copies
 from .probes.inputs import RANDOM
-from .status import status_of
+from .status import forced, status_of
 
 ALWAYS = ("random", "count")  # also of rows without an edge, which must be exactly empty
 BEHIND = {
@@ -111,7 +111,7 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
         sheet.record = _with(sheet.record, status=str(status.support), converted=lost)
         if not status.asked:
             return sheet.close(Verdict.REFUSED, status.support.reason)
-        return _judge(launcher.executing(Execution(cell.exec)), problem, status.support, sheet)
+        return _judge(forced(launcher, cell).executing(Execution(cell.exec)), problem, status.support, sheet)
     except ContractBroken as broken:
         sheet.gates[Gate.CONTRACT] = "fail"
         return sheet.close(Verdict.FAIL, broken.finding.sentence, broken.finding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from sacts.matrices.axes import Execution
 from sacts.reference.forward import Inputs
-from sacts.reference.spec import AttentionSpec, Hints
+from sacts.reference.spec import AttentionSpec, FallbackReason, Hints
 from sacts.reports.records import Finding, Gate
 
 from . import conventions, tensors
@@ -92,6 +93,10 @@ class Launcher:
         """The same, but for what runs before each launch."""
         same = self.backend, self.device, self._on_launch, execution, self._on_return
         return self if execution is self.execution else Launcher(*same)
+
+    def forced(self, reason: FallbackReason) -> Launcher:
+        """The same, but for a backend that is told to leave its sparse path."""
+        return Launcher(self.backend.forced(reason), self.device, self._on_launch, self.execution, self._on_return)
 
     def support(self, spec: AttentionSpec) -> Support:
         """What the backend declares for a spec. Raises AdapterRaised."""
@@ -244,7 +249,7 @@ class Launched(Generic[T]):
         """What the backend answers. Raises AdapterRaised, or Refused."""
         try:
             return ask()
-        except (Refused, AdapterRaised):
+        except (Refused, AdapterRaised, ContractBroken):
             raise
         except Exception as error:  # whatever an adapter raises is its own verdict
             raise AdapterRaised(f"{self.name}(case)") from error
@@ -294,6 +299,7 @@ class Launched(Generic[T]):
             out=self._out.inner,
             lse=self._lse.inner,
             workspace=torch.empty(0, dtype=torch.uint8, device=device),
+            fallback=self.backend.reason,
         )
         scales: dict[str, Any] = {
             name: tensors.paged(tensors.held_scales(x, filler), *where) for name, x in self._scales()
@@ -365,7 +371,24 @@ class _Forward(Launched[Observed]):
 
     def call(self, case: Case, planned: tuple[Any, ...]) -> Any:
         self.between()
-        return self.backend.run(case, planned)
+        before = self.backend.counters()
+        result = self.backend.run(case, planned)
+        if before is not None:
+            self._check_counters(Counter(self.backend.counters()), Counter(before))
+        return result
+
+    @property
+    def _declared(self) -> str:
+        """The path that the backend must take."""
+        return str(self.backend.support(conventions.spec_for(self.problem.spec, self.backend.capabilities)))
+
+    def _check_counters(self, counted: Counter[str], before: Counter[str]) -> None:
+        """Requirement: a run is counted once, under its path. Raises ContractBroken."""
+        counted.subtract(before)
+        more = {path: n for path, n in counted.items() if n}
+        if more != {self._declared: 1}:
+            seen = ", ".join(f"{path} {n:+}" for path, n in sorted(more.items())) or "nothing"
+            raise ContractBroken(f"one run was counted as {seen}, expected {self._declared} +1", "counters")
 
     def returns_own(self, result: Outputs) -> bool:
         return result.out.data_ptr() != self._out.inner.data_ptr()
@@ -380,9 +403,10 @@ class _Forward(Launched[Observed]):
         if result.lse is not None:
             self.check_tensor("lse", result.lse, shape[:2], torch.float32)
             self.check_written("lse", result.lse)
-        declared = str(self.backend.support(conventions.spec_for(spec, self.backend.capabilities)))
-        if result.path is not None and result.path != declared:
-            raise ContractBroken(f"the backend took the path {result.path}, but declared {declared}")
+        if result.path is None and self.backend.reason:
+            raise ContractBroken("a backend that is forced to fall back must say its path")
+        if result.path is not None and result.path != self._declared:
+            raise ContractBroken(f"the backend took the path {result.path}, but declared {self._declared}")
         return Observed(
             out=tensors.to_numpy(result.out),
             lse=None if result.lse is None else self._natural(tensors.to_numpy(result.lse)),

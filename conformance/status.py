@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sacts.matrices.axes import Execution, Phase
 from sacts.matrices.cell import Cell
+from sacts.reference.spec import FallbackReason
 
 from .adapter import NATIVE, Backend, Support, refused
 from .build import Problem
@@ -24,9 +25,14 @@ class Status(NamedTuple):
 
 def status_of(launcher: Launcher, problem: Problem) -> Status:
     """The status of a cell; the backend has been converted to its problem. Raises AdapterRaised."""
-    for missing in (_phase(launcher.backend, problem.cell), _execution(launcher, problem.cell)):
+    for missing in (
+        _phase(launcher.backend, problem.cell),
+        _execution(launcher, problem.cell),
+        _fallback(launcher.backend, problem.cell),
+    ):
         if missing != NATIVE:
             return Status(missing, asked=False)
+    launcher = forced(launcher, problem.cell)
     said = launcher.support(problem.spec)
     if (
         said.status != "refused"
@@ -35,6 +41,17 @@ def status_of(launcher: Launcher, problem: Problem) -> Status:
     ):
         return Status(refused("small_workspace: the backend asks for none"), asked=False)
     return Status(said, asked=True)
+
+
+def forced(launcher: Launcher, cell: Cell) -> Launcher:
+    """The launcher of a cell: the backend is told to leave its sparse path where the cell says why."""
+    return launcher if cell.fallback == "none" else launcher.forced(FallbackReason(cell.fallback))
+
+
+def _fallback(backend: Backend, cell: Cell) -> Support:
+    if cell.fallback != "none" and not backend.falls_back:
+        return refused("fallback: the backend cannot be told to leave its sparse path")
+    return NATIVE
 
 
 def _phase(backend: Backend, cell: Cell) -> Support:

@@ -4,6 +4,7 @@ backend.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sacts.conformance.adapter import Capabilities, Case, Gradients, Outputs, Refused, Saved, Support, fallback, refused
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import AttentionSpec, CausalRule, DType
+from sacts.reference.spec import AttentionSpec, CausalRule, DType, FallbackReason
 
 from .served import unserved
 
@@ -36,6 +37,9 @@ class Adapter:
         reads_saved=False,
     )
 
+    def __init__(self) -> None:
+        self._runs: Counter[str] = Counter()
+
     def support(self, spec: AttentionSpec) -> Support:
         """The plain row, densely; anything beyond it is refused by name."""
         reason = unserved(spec)
@@ -53,7 +57,17 @@ class Adapter:
             tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
             rows = [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)]
             case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
-        return Outputs(case.out, case.lse, path="fallback(dense)")
+        path = str(fallback(case.fallback or "dense"))
+        self._runs[path] += 1
+        return Outputs(case.out, case.lse, path=path)
+
+    def fallback(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
+        """The one path, for whatever reason."""
+        return refused(said) if (said := unserved(spec)) else fallback(reason)
+
+    def counters(self) -> Counter[str]:
+        """Runs by path."""
+        return self._runs
 
     def backward(
         self, case: Case, saved: Saved, d_out: torch.Tensor, d_lse: torch.Tensor | None = None, plan: Any = None

@@ -13,6 +13,7 @@ from sacts.reference.spec import (
     CausalRule,
     DType,
     EmptyRowRule,
+    FallbackReason,
     Reduction,
     Route,
     ScaleGranularity,
@@ -137,6 +138,15 @@ FORMATS = {
     "fixed_k": "raw lists of one length, that of the longest; padding behind the entries",
     "tiers": "raw lists as long as the least capacity of 16, 64, 256, ... that holds them; padding behind the entries",
 }
+FALLBACKS = {
+    "none": "the path that the backend declares for the spec",
+    FallbackReason.DENSE.value: "the backend is told to leave its sparse path, as if nearly all keys were candidates",
+    FallbackReason.HEAD_DIM.value: "the same, as if it had no kernel of this head dimension",
+    FallbackReason.BLOCK_SIZE.value: "the same, as if none were compiled for this block size",
+    FallbackReason.WORKSPACE.value: "the same, as if the workspace were too small",
+    FallbackReason.EMPTY.value: "the same, as if a row had no candidates",
+    FallbackReason.ARCHITECTURE.value: "the same, as if the device were of another architecture",
+}
 SCHEDULES = {
     Schedule.STATIC.value: "hint: one program a task, in the order of the rows",
     Schedule.SHUFFLED.value: "hint: one program a task, the tasks in another order than their rows",
@@ -170,6 +180,7 @@ MEANINGS = {
     "empty": EMPTY_ROWS,
     "epilogue": EPILOGUES,
     "format": FORMATS,
+    "fallback": FALLBACKS,
     "schedule": SCHEDULES,
     "route": ROUTES,
     "reduction": REDUCTIONS,
@@ -237,5 +248,6 @@ AXES = (
     Axis(
         "qblock", "neighbouring queries that share one list", 1, clause="DESIGN section 6: per query or per query block"
     ),
+    Axis("fallback", "the reason for which a backend is forced to fall back", "none", tuple(FALLBACKS)),
     Axis("reduction", "hint: how dK and dV are summed over rows", Reduction.ATOMIC.value, tuple(REDUCTIONS)),
 )

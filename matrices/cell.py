@@ -56,6 +56,7 @@ class Cell:
     route: str = "direct"
     format: str = "csr"
     qblock: int = 1
+    fallback: str = "none"
     reduction: str = "atomic"
 
     def __post_init__(self) -> None:

@@ -68,6 +68,12 @@ CONSTRAINTS = (
         "an index cell runs nothing",
     ),
     Constraint(
+        "a path to leave",
+        ("phase", "fallback"),
+        lambda c: c.phase != "index" or c.fallback == "none",
+        "an index cell runs nothing",
+    ),
+    Constraint(
         "gradients to sum",
         ("phase", "reduction"),
         lambda c: c.phase == "train" or c.reduction == "atomic",

@@ -472,6 +472,20 @@ class Reduction(StrEnum):
     HYBRID = "hybrid"
 
 
+class FallbackReason(StrEnum):
+    """Why a backend may leave its sparse path, seed 5.2: nearly all keys are candidates; a head dimension that no
+    kernel has; a block size that none was compiled for; too small a workspace; a row without candidates; another
+    architecture.
+    """
+
+    DENSE = "dense"
+    HEAD_DIM = "head_dim"
+    BLOCK_SIZE = "block_size"
+    WORKSPACE = "workspace"
+    EMPTY = "empty"
+    ARCHITECTURE = "architecture"
+
+
 @dataclass(frozen=True)
 class Hints:
     """What a backend may ignore: it changes speed and rounding, never the function.

@@ -25,7 +25,8 @@ from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
 from sacts.kernels_under_test.sdpa import Adapter as Right
 from sacts.matrices.cell import parse
-from sacts.reference.spec import AttentionSpec
+from sacts.reference.numerics import Numerics
+from sacts.reference.spec import AttentionSpec, DType, FallbackReason
 from sacts.reports.records import Gate, Record, Verdict
 
 CELL = parse("decode/fp32/kv:40+0+21")
@@ -191,3 +192,123 @@ def test_a_fallback_that_need_not_split_does_not_pass_for_a_merge() -> None:
     assert record_of(Bent(lambda c, o: o), splits).gates[Gate.MERGE] == "not applicable"
     native = record_of(Bent(lambda c, o: replace(o, path=None), NATIVE), splits)
     assert (native.verdict, native.gates[Gate.MERGE]) == (Verdict.PASS, "pass")
+
+
+# --- a backend that is told to leave its sparse path
+
+
+class Leaving(Right):
+    """The dense backend beside a sparse path that it says it takes otherwise. `path`: what it says when it is told to
+    leave; `bend`: what is done to out then.
+    """
+
+    def __init__(self, path: str | None = "fallback({})", bend: float = 1.0) -> None:
+        super().__init__()
+        self.path, self.bend = path, bend
+
+    def support(self, spec: AttentionSpec) -> Support:
+        return NATIVE
+
+    def run(self, case: Case, plan: object = None) -> Outputs:
+        outputs = super().run(case)
+        if case.fallback is None:
+            return replace(outputs, path="native")
+        outputs.out.mul_(self.bend)
+        return replace(outputs, path=self.path and self.path.format(case.fallback))
+
+    counters = None  # type: ignore[assignment]  # an adapter need not count
+
+
+class Counting(Leaving):
+    """Counts `times` for each run, under `path`."""
+
+    def __init__(self, times: int = 1, path: str = "fallback(dense)") -> None:
+        super().__init__()
+        self.times, self.counted_as, self.count = times, path, 0
+
+    def run(self, case: Case, plan: object = None) -> Outputs:
+        self.count += self.times
+        return super().run(case)
+
+    def counters(self) -> dict[str, int]:
+        return {self.counted_as: self.count}
+
+
+FORCED = "decode/fp32/kv:40+21/fallback:dense"
+
+
+@pytest.mark.parametrize("reason", FallbackReason)
+def test_each_reason_to_fall_back_is_forced_and_judged(reason: FallbackReason) -> None:
+    record = record_of(Leaving(), f"decode/fp32/kv:40+21/fallback:{reason}")
+    assert record.verdict is Verdict.FALLBACK, record.sentence
+    assert record.status == f"fallback({reason})"
+    assert record_of(Leaving(), "decode/fp32/kv:40+21").verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        (Leaving("native"), "the backend took the path native, but declared fallback(dense)"),
+        (Leaving("fallback(workspace)"), "took the path fallback(workspace), but declared fallback(dense)"),
+        (Leaving(None), "a backend that is forced to fall back must say its path"),
+        (Counting(2), "one run was counted as fallback(dense) +2, expected fallback(dense) +1"),
+        (Counting(0), "one run was counted as nothing"),
+        (Counting(path="native"), "one run was counted as native +1, expected fallback(dense) +1"),
+    ],
+)
+def test_a_forced_fallback_says_its_reason_and_is_counted_once(backend: Any, words: str) -> None:
+    record = record_of(backend, FORCED)
+    assert record.verdict is Verdict.FAIL
+    assert record.gates[Gate.CONTRACT] == "fail"
+    assert words in record.sentence
+
+
+def test_a_run_that_is_counted_once_passes() -> None:
+    assert record_of(Counting(), FORCED).verdict is Verdict.FALLBACK
+
+
+def test_wrong_numbers_of_the_other_path_fail() -> None:
+    assert record_of(Leaving(bend=1.5), FORCED).verdict is Verdict.FAIL
+    assert record_of(Leaving(bend=1.5), "decode/fp32/kv:40+21").verdict is Verdict.PASS
+
+
+def test_a_backend_without_another_path_is_refused_in_its_name() -> None:
+    record = record_of(Bent(lambda c, o: o), FORCED)
+    assert record.verdict is Verdict.REFUSED
+    assert record.sentence == "fallback: the backend cannot be told to leave its sparse path"
+
+
+def test_the_other_path_may_refuse_a_spec_and_must_then_raise() -> None:
+    class Narrow(Leaving):
+        def fallback(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
+            return refused("no dense path for fp32")
+
+    record = record_of(Narrow(), FORCED)
+    assert record.verdict is Verdict.FAIL
+    assert "declared refused(no dense path for fp32)" in record.sentence
+
+
+def test_another_reason_than_the_one_that_was_asked_for_is_the_adapters_error() -> None:
+    class Other(Leaving):
+        def fallback(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
+            return fallback("workspace")
+
+    record = record_of(Other(), FORCED)
+    assert record.verdict is Verdict.ERROR
+    assert "fallback(spec, dense) must be fallback(dense) or refused(...), got fallback(workspace)" in record.sentence
+
+
+def test_another_arithmetic_of_the_other_path_is_declared_apart() -> None:
+    class Coarse(Leaving):
+        def run(self, case: Case, plan: object = None) -> Outputs:
+            outputs = super().run(case)
+            if case.fallback:
+                outputs.out.copy_(outputs.out.to(torch.bfloat16))
+            return outputs
+
+    assert record_of(Coarse(), FORCED).verdict is Verdict.FAIL
+    coarse = Coarse()
+    declared = {DType.FP32: Numerics(p=DType.FP32, out=DType.BF16, dense=True)}
+    coarse.capabilities = replace(coarse.capabilities, fallback_numerics=declared)
+    record = record_of(coarse, FORCED)
+    assert record.verdict is Verdict.FALLBACK, record.sentence

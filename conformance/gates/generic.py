@@ -108,8 +108,9 @@ def _sharp(spec: AttentionSpec, rows: Sequence[GenericRow], observed: Observed) 
     out, right, width = (
         np.array(x) for x in zip(*((_out(observed, r), r.out, r.half_width) for r in rows), strict=True)
     )
-    low, high = (round_to(right + sign * width, spec.dtype) for sign in (-1, 1))
-    use = use_within(out, right, width, half_spacing(out, spec.dtype), (low <= out) & (out <= high))
+    form = rows[0].numerics.out
+    low, high = (round_to(right + sign * width, form) for sign in (-1, 1))
+    use = use_within(out, right, width, half_spacing(out, form), (low <= out) & (out <= high))
     n, channel = (int(i) for i in np.unravel_index(int(use.argmax()), use.shape))
     best = float(use[n, channel])
     words = (
