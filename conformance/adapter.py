@@ -3,7 +3,7 @@
 
 An adapter is a class, an instance or a module with one required callable, `run(case, plan=None) -> Outputs`.
 Everything else is optional: `name`, `capabilities`, `support(spec)`, `workspace_bytes(case)`, `plan(case)`,
-`fallback(spec, reason)`, `counters()`, `backward(case, saved, d_out, d_lse=None, plan=None) -> Gradients`.
+`falls_back(spec, reason)`, `counters()`, `backward(case, saved, d_out, d_lse=None, plan=None) -> Gradients`.
 docs/adapters.md is the vendor's page.
 """
 
@@ -201,7 +201,7 @@ class Capabilities:
     out that it is fed; one that does not (it runs its own forward again) is judged end to end, more loosely.
     `plan_keeps`: the fields of `Case` whose contents a plan has taken, so that it holds while these stay and all others
     may change in place; None: a plan holds for one run. `graph`: `run` may be recorded as a CUDA graph and replayed.
-    `fallback_numerics`: of the path that `fallback` names, by dtype; empty: those of `numerics`.
+    `fallback_numerics`: of the path that `falls_back` names, by dtype; empty: those of `numerics`.
     """
 
     consumes: Consumes = Consumes.VALIDATED
@@ -300,7 +300,7 @@ class Backend:
     @property
     def falls_back(self) -> bool:
         """Whether the adapter can be told to leave its sparse path."""
-        return hasattr(self.adapter, "fallback")
+        return hasattr(self.adapter, "falls_back")
 
     def counters(self) -> dict[str, int] | None:
         """Runs by path, since the adapter was made; None where it does not count."""
@@ -376,8 +376,8 @@ class Forced(Backend):
         self.capabilities = replace(self.capabilities, numerics=numerics, determinism={})
 
     def support(self, spec: AttentionSpec) -> Support:
-        """What `fallback` says. Raises ValueError for anything but a fallback for this reason, or a refusal."""
-        said, expected = self.adapter.fallback(spec, self.reason), fallback(str(self.reason))
+        """What `falls_back` says. Raises ValueError for anything but a fallback for this reason, or a refusal."""
+        said, expected = self.adapter.falls_back(spec, self.reason), fallback(str(self.reason))
         if said != expected and not (isinstance(said, Support) and said.status == "refused"):
-            raise ValueError(f"fallback(spec, {self.reason}) must be {expected} or refused(...), got {said}")
+            raise ValueError(f"falls_back(spec, {self.reason}) must be {expected} or refused(...), got {said}")
         return said  # type: ignore[no-any-return]  # an adapter is untyped; its answer was checked

@@ -17,7 +17,18 @@ from sacts.matrices.cell import Cell
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.paging import PagedCache, PageTable
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, Hints, Reduction, Route, Schedule
+from sacts.reference.spec import (
+    AttentionSpec,
+    CandidateKind,
+    CausalRule,
+    DType,
+    EmptyRowRule,
+    Hints,
+    Reduction,
+    Route,
+    Row,
+    Schedule,
+)
 from sacts.reference.tiers import smallest_tier
 
 from .adapter import PADDING
@@ -59,13 +70,27 @@ class Problem:
     @cached_property
     def needed(self) -> NDArray[np.bool_]:
         """Slots that some row attends: [L, page_size, num_kv_heads]. Nothing else may influence a result."""
-        rows, t, _ = edges(self.spec, self.candidates)
+        rows, t, _ = edges(self.lenient.spec, self.candidates)
         token, head = np.divmod(rows, self.spec.num_kv_heads)
         request = np.asarray(self.spec.token_request, np.int64)[token]
         page, offset = np.divmod(t, self.spec.page_size)
         needed = np.zeros((*self.slot_request.shape, self.spec.num_kv_heads), bool)
         needed[np.searchsorted(self.pages, self.table.table[request, page]), offset, head] = True
         return needed
+
+    @property
+    def lenient(self) -> Problem:
+        """The same; where the spec forbids empty rows, with one that leaves them zero."""
+        forbids = self.spec.empty_row is EmptyRowRule.FORBID
+        return replace(self, spec=replace(self.spec, empty_row=EmptyRowRule.ZERO)) if forbids else self
+
+    @property
+    def forbidden(self) -> list[Row]:
+        """The rows without an edge, where the spec forbids them: no backend may compute such a problem."""
+        if self.spec.empty_row is not EmptyRowRule.FORBID:
+            return []
+        rows, _, _ = edges(self.lenient.spec, self.candidates)
+        return [self.spec.row(int(row)) for row in np.setdiff1d(np.arange(self.spec.num_rows), rows)]
 
     def position_in(self, request: int) -> Ints:
         """Logical position of each slot in one request, -1 where the page is not the request's: [L, page_size]."""

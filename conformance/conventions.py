@@ -57,7 +57,7 @@ def lists_for(problem: Problem, capabilities: Capabilities) -> CandidateLists:
 def _physical(problem: Problem) -> CandidateLists:
     """The attended tokens of each row as physical slots."""
     spec = problem.spec
-    rows, t, counts = edges(spec, problem.candidates)
+    rows, t, counts = edges(problem.lenient.spec, problem.candidates)
     rows, t = np.repeat(rows, counts), np.repeat(t, counts)
     request = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
     page, offset = np.divmod(t, spec.page_size)

@@ -125,6 +125,8 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
 def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet) -> Record:
     if support.status == "refused":
         return _judge_refusal(launcher, problem, support, sheet)
+    if problem.forbidden:
+        return _judge_forbidden(launcher, problem, sheet)
     if launcher.backend.normalizes:
         listed = inspection.normalized(launcher, problem, RANDOM.inputs(problem))
         if listed is not None:
@@ -179,6 +181,17 @@ def _judge_refusal(launcher: Launcher, problem: Problem, support: Support, sheet
         sheet.gates[Gate.CONTRACT] = "pass"
         return sheet.close(Verdict.REFUSED, support.reason)
     raise ContractBroken(f"support declared {support}, but run returned numbers", "support")
+
+
+def _judge_forbidden(launcher: Launcher, problem: Problem, sheet: _Sheet) -> Record:
+    """Requirement: where the spec forbids rows without an edge, a call with one is refused, and nothing is computed."""
+    row = problem.forbidden[0]
+    try:
+        launcher(problem, RANDOM.inputs(problem.lenient))
+    except Refused:
+        sheet.gates |= {gate: "pass" if gate is Gate.CONTRACT else NOT_APPLICABLE for gate in Gate}
+        return sheet.close(Verdict.PASS)
+    raise ContractBroken(f"{row} has no edge, which the spec forbids, but run returned numbers", str(row))
 
 
 def _executed(

@@ -13,7 +13,7 @@ from sacts.reference.formats import FORMATS
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.invariants import Sizes, within
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import AttentionSpec, EmptyRowRule
+from sacts.reference.spec import AttentionSpec
 from sacts.reports.records import Sample
 
 from .build import Problem
@@ -27,7 +27,7 @@ def exact_rows(problem: Problem, limit: int | None = None) -> Ints | None:
     """The candidate rows that are judged exactly, sorted; None where all of them are. `limit`: EXACT_EDGES."""
     limit, lengths = EXACT_EDGES if limit is None else limit, row_lengths(problem)
     cost = lengths * problem.spec.group_size
-    if cost.sum() <= limit or problem.spec.empty_row is not EmptyRowRule.ZERO:
+    if cost.sum() <= limit or problem.spec.empty_row.forces:
         return None
     return affordable(by_priority(problem, lengths), cost, limit)
 

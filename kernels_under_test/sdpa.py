@@ -61,7 +61,7 @@ class Adapter:
         self._runs[path] += 1
         return Outputs(case.out, case.lse, path=path)
 
-    def fallback(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
+    def falls_back(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
         """The one path, for whatever reason."""
         return refused(said) if (said := unserved(spec)) else fallback(reason)
 

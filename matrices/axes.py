@@ -92,6 +92,7 @@ EMPTY_ROWS = {
     EmptyRowRule.ZERO.value: "a row without an edge has out 0, lse -inf or the sink logit",
     EmptyRowRule.FORCE_SELF.value: "a row without an edge attends the query's own token",
     EmptyRowRule.FORCE_SINK_TOKEN.value: "a row without an edge attends token 0",
+    EmptyRowRule.FORBID.value: "a call with a row without an edge must be refused",
 }
 EPILOGUES = {
     "none": "out as it is",

@@ -57,6 +57,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "qtile": ("1", "4"),
     "qblock": ("1", "4"),
     "fallback": ("none",),
+    "empty": ("zero", "force_self", "force_sink_token"),
 }
 LEVELS: dict[str, tuple[str, ...]] = {axis.name: CHOSEN.get(axis.name, axis.values or ()) for axis in AXES}
 NAMED_BESIDE = {"kv": ("page", "tile"), "q": ("kv", "page", "tile")}  # what a level needs to become a value

@@ -41,6 +41,8 @@ BETWEEN = {
     "tile": (1, 160),
     "cap": (0, 100),
     "dropout": (0, 99),
+    "qtile": (1, QUERIES),
+    "qblock": (1, QUERIES),
 }  # of numbers that are no levels: from, to
 FIRST = ("phase", "dtype", "pattern", "map", "cache", "exec", "heads", "splits", "tile", "page", "block", "dim", "vdim")
 BY_NAME = {axis.name: axis for axis in AXES}
@@ -198,7 +200,9 @@ def _cells(draw: st.DrawFn, space: Space) -> Cell:
 
 
 def _value(draw: st.DrawFn, space: Space, axis: Axis, row: Row, *, leave: int, between: bool) -> object:
-    """A value of one axis: of eight, `leave` leave the default."""
+    """A value of one axis: of eight, `leave` leave the default, but one at most where nothing else is a level."""
+    if CHOSEN.get(axis.name) == (axis.default,):
+        leave = min(leave, 1)
     if axis.default is not None and draw(st.integers(0, 7)) >= leave and space.allows(row, axis.name, axis.default):
         return axis.default
     strategy = _strategy(space, axis, row, between)

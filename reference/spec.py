@@ -51,6 +51,11 @@ class EmptyRowRule(StrEnum):
     FORCE_SINK_TOKEN = "force_sink_token"
     FORBID = "forbid"
 
+    @property
+    def forces(self) -> bool:
+        """Whether an empty row gets an edge."""
+        return self in (EmptyRowRule.FORCE_SELF, EmptyRowRule.FORCE_SINK_TOKEN)
+
 
 class RopeLayout(StrEnum):
     """Which two channels of the first `rotary_dim` turn together: (2i, 2i + 1), or (i, i + rotary_dim / 2)."""

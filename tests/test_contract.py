@@ -23,10 +23,11 @@ from sacts.conformance.adapter import (
 )
 from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
+from sacts.kernels_under_test.emulation.adapter import Adapter as Emulation
 from sacts.kernels_under_test.sdpa import Adapter as Right
 from sacts.matrices.cell import parse
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import AttentionSpec, DType, FallbackReason
+from sacts.reference.spec import AttentionSpec, DType, EmptyRowRule, FallbackReason
 from sacts.reports.records import Gate, Record, Verdict
 
 CELL = parse("decode/fp32/kv:40+0+21")
@@ -280,7 +281,7 @@ def test_a_backend_without_another_path_is_refused_in_its_name() -> None:
 
 def test_the_other_path_may_refuse_a_spec_and_must_then_raise() -> None:
     class Narrow(Leaving):
-        def fallback(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
+        def falls_back(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
             return refused("no dense path for fp32")
 
     record = record_of(Narrow(), FORCED)
@@ -290,12 +291,12 @@ def test_the_other_path_may_refuse_a_spec_and_must_then_raise() -> None:
 
 def test_another_reason_than_the_one_that_was_asked_for_is_the_adapters_error() -> None:
     class Other(Leaving):
-        def fallback(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
+        def falls_back(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
             return fallback("workspace")
 
     record = record_of(Other(), FORCED)
     assert record.verdict is Verdict.ERROR
-    assert "fallback(spec, dense) must be fallback(dense) or refused(...), got fallback(workspace)" in record.sentence
+    assert "falls_back(spec, dense) must be fallback(dense) or refused(...), got fallback(workspace)" in record.sentence
 
 
 def test_another_arithmetic_of_the_other_path_is_declared_apart() -> None:
@@ -312,3 +313,48 @@ def test_another_arithmetic_of_the_other_path_is_declared_apart() -> None:
     coarse.capabilities = replace(coarse.capabilities, fallback_numerics=declared)
     record = record_of(coarse, FORCED)
     assert record.verdict is Verdict.FALLBACK, record.sentence
+
+
+# --- rows that a spec forbids to be empty
+
+
+class Strict(Emulation):
+    """The modelled kernel; `looks`: whether it refuses a call with an empty row."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def run(self, case: Case, plan: object = None) -> Outputs:
+        if self.looks and not case.kv_indptr.diff().all():
+            raise Refused("a row has no candidate")
+        return super().run(replace(case, spec=replace(case.spec, empty_row=EmptyRowRule.ZERO)))
+
+
+def test_a_call_with_a_forbidden_empty_row_must_be_refused() -> None:
+    cell = "decode/fp32/kv:40+0+21/pattern:all/empty:forbid"
+    record = record_of(Strict(looks=True), cell)
+    assert record.verdict is Verdict.PASS, record.sentence
+    assert record.gates[Gate.CONTRACT] == "pass"
+    assert record.gates[Gate.OUT] == "not applicable"
+    record = record_of(Strict(looks=False), cell)
+    assert record.verdict is Verdict.FAIL
+    assert record.sentence.startswith("row (request 1, query 0, KV head 0) has no edge, which the spec forbids")
+
+
+def test_a_call_without_an_empty_row_is_judged_as_any_other() -> None:
+    record = record_of(Strict(looks=True), "decode/fp32/kv:40+21/pattern:all/empty:forbid")
+    assert record.verdict is Verdict.PASS
+    assert record.gates[Gate.OUT] == "pass"
+
+
+def test_a_fault_in_rows_that_may_not_be_empty_is_named() -> None:
+    class Losing(Strict):
+        def run(self, case: Case, plan: object = None) -> Outputs:
+            lists = case.kv_indices.clone()
+            lists[3] = lists[4]
+            return super().run(replace(case, kv_indices=lists) if case.kv_indptr[1] > 5 else case)
+
+    record = record_of(Losing(looks=True), "decode/fp32/kv:40+21/pattern:all/empty:forbid")
+    assert record.verdict is Verdict.FAIL
+    assert "missing token" in record.sentence

@@ -92,6 +92,7 @@ def test_a_lost_candidate_beyond_the_sharp_bound_is_named_with_it() -> None:
 @pytest.mark.parametrize("values", VALUES)
 def test_only_independent_inputs_are_held_to_independent_errors(values: str) -> None:
     suffix = "" if values == "gaussian" else f"/values:{values}"
+    suffix += "/kcodec:int8" if values == "scale_edges" else ""
     record = judged(Adapter(), f"decode/bf16/kv:100{suffix}")
     applies = values in ("gaussian", "huge")
     assert [record.gates[gate] == "pass" for gate in generic.GATES] == [applies] * 3

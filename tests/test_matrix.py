@@ -53,12 +53,15 @@ def test_every_axis_shows_in_the_id() -> None:
         "pattern": "all", "map": "high", "cache": "span", "causal": "bottom_right", "window": 0, "splits": 2,
         "tile": 16, "values": "huge", "pos": "rope", "cap": 30, "sink": "on", "dropout": 25, "kind": "multiset",
         "empty": "force_self", "kcodec": "int8", "vcodec": "int8", "scales": "page", "steps": "power_of_two",
-        "zeros": "on", "epilogue": "cast", "exec": "reuse",
+        "zeros": "on", "epilogue": "cast", "exec": "reuse", "qtile": 4, "schedule": "persistent", "route": "gather",
+        "format": "tiers", "qblock": 4, "fallback": "dense", "reduction": "hybrid",
     }  # fmt: skip
     assert list(changes) == [axis.name for axis in AXES]
     decode = Cell(str(changes.pop("phase")), "fp16", (40,))
+    train = replace(base, phase="train")
+    bases = {**dict.fromkeys(("scales", "steps", "zeros"), coded), "reduction": train}
     changed = [
-        replace(coded if name in ("scales", "steps", "zeros") else base, **{name: value})  # type: ignore[arg-type]
+        replace(bases.get(name, base), **{name: value})  # type: ignore[arg-type]
         for name, value in changes.items()
     ]
     assert len({cell.id for cell in (base, decode, *changed)}) == len(AXES) + 1

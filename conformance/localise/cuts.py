@@ -25,6 +25,7 @@ def some_entries(problem: Problem, keep: Bools) -> Problem:
     kept = np.isin(_keys(raw_rows, raw.indices), _keys(rows[keep], lists.indices[keep]))
     kept |= raw.indices == PADDING
     cut = lists_of(raw_rows[kept], raw.indices[kept], problem.spec.num_rows)
+    problem = problem.lenient  # a cut may leave rows empty
     return replace(problem, raw=cut, candidates=validate(problem.spec, cut, problem.table, sentinels=(PADDING,)))
 
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from sacts.reference.spec import AttentionSpec, CandidateKind, EmptyRowRule, EpilogueKind
+from sacts.reference.spec import AttentionSpec, CandidateKind, EpilogueKind
 
 POSITIONAL = frozenset({"rope", "alibi", "buckets"})
 CODECS = frozenset({"k_codec", "v_codec"})
@@ -39,7 +39,7 @@ def terms_of(spec: AttentionSpec) -> frozenset[str]:
             ("v_codec", spec.v_codec),
             ("multiset", kind is CandidateKind.MULTISET),
             ("sequence", kind is CandidateKind.SEQUENCE),
-            ("empty_row", spec.empty_row is not EmptyRowRule.ZERO),
+            ("empty_row", spec.empty_row.forces),
             ("epilogue", spec.epilogue.kind is not EpilogueKind.NONE),
         )
         if there

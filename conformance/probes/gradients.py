@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sacts.reference.candidates import CandidateLists, validate
 from sacts.reference.formats import FORMATS, round_to
 from sacts.reference.forward import Inputs, edges
-from sacts.reference.spec import AttentionSpec, CandidateKind, DType, EmptyRowRule
+from sacts.reference.spec import AttentionSpec, CandidateKind, DType
 
 from ..adapter import PADDING, Backend
 from ..backward_launch import Call, call_of
@@ -102,7 +102,7 @@ def is_plain(spec: AttentionSpec) -> bool:
     """Whether a logit is sm_scale * q.k and nothing else, of values that are stored as they are."""
     terms = spec.rope, spec.logits_soft_cap, spec.alibi_slopes, spec.buckets, spec.sink_logits, spec.dropout
     stored = spec.k_codec, spec.v_codec
-    plain = not any(terms) and not any(stored) and spec.empty_row is EmptyRowRule.ZERO
+    plain = not any(terms) and not any(stored) and not spec.empty_row.forces
     return plain and spec.candidate_kind is CandidateKind.SET and min(spec.head_dim_qk, spec.head_dim_vo) >= 4
 
 

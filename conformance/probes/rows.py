@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sacts.reference import scores
 from sacts.reference.edges import attended
-from sacts.reference.spec import AttentionSpec, CandidateKind, EmptyRowRule, EpilogueKind
+from sacts.reference.spec import AttentionSpec, CandidateKind, EpilogueKind
 
 from ..build import Problem
 from ..draw import Array
@@ -85,6 +85,6 @@ def plain(spec: AttentionSpec) -> bool:
         or spec.k_codec
         or spec.v_codec
         or spec.candidate_kind is not CandidateKind.SET
-        or spec.empty_row is not EmptyRowRule.ZERO
+        or spec.empty_row.forces
         or spec.epilogue.kind is not EpilogueKind.NONE
     )
