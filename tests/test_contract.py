@@ -351,9 +351,13 @@ def test_a_call_without_an_empty_row_is_judged_as_any_other() -> None:
 def test_a_fault_in_rows_that_may_not_be_empty_is_named() -> None:
     class Losing(Strict):
         def run(self, case: Case, plan: object = None) -> Outputs:
-            lists = case.kv_indices.clone()
-            lists[3] = lists[4]
-            return super().run(replace(case, kv_indices=lists) if case.kv_indptr[1] > 5 else case)
+            place = torch.arange(len(case.kv_indices)) - case.kv_indptr[:-1].long().repeat_interleave(
+                case.kv_indptr.diff()
+            )
+            kept = (place != 3).long()
+            indptr = torch.cat((kept.new_zeros(1), kept.cumsum(0)))[case.kv_indptr.long()]
+            lists = case.kv_indices[kept.bool()]
+            return super().run(replace(case, kv_indptr=indptr.to(case.kv_indptr.dtype), kv_indices=lists))
 
     record = record_of(Losing(looks=True), "decode/fp32/kv:40+21/pattern:all/empty:forbid")
     assert record.verdict is Verdict.FAIL
