@@ -35,7 +35,7 @@ RUNS = {  # of a launch
     Execution.SMALL_PLAN: 2,
     Execution.SMALL_WORKSPACE: 2,
     Execution.GRAPH: 3,
-    Execution.DOUBLE_BUFFER: 10,
+    Execution.DOUBLE_BUFFER: 6,
 }
 COST_AXES = ("phase", "kv", "q", "heads", "page", "splits", "tile", "exec")  # what `predicted` looks at, by level
 
