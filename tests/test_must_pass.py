@@ -128,7 +128,7 @@ def test_nothing_waits_for_what_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("waits_for", "stale"),
-    [("map=shared", True), ("map=alias", False), ("splits=9", True), ("exec_=graph", False), ("sacts bench", False)],
+    [("map=shared", True), ("map=mirrored", False), ("splits=9", True), ("exec_=graph", False), ("sacts bench", False)],
 )
 def test_an_entry_that_waits_for_a_value_is_stale_once_the_axis_has_it(waits_for: str, stale: bool) -> None:
     assert Demand("6.1", "One.", waits_for=waits_for).stale is stale
