@@ -13,6 +13,7 @@ from sacts.reference.spec import (
     CausalRule,
     DType,
     EmptyRowRule,
+    ListsPer,
     Reduction,
     Route,
     ScaleGranularity,
@@ -138,6 +139,10 @@ REDUCTIONS = {
     Reduction.KV_CENTRIC.value: "hint: dK and dV of a block of KV are summed by one program",
     Reduction.HYBRID.value: "hint: so for pages that many rows attend, by additions in memory for the others",
 }
+LISTS = {
+    ListsPer.KV_HEAD.value: "each KV head: its query heads share one list",
+    ListsPer.QUERY_HEAD.value: "each query head: lists of query heads that read one KV head differ",
+}
 MEANINGS = {
     "phase": PHASES,
     "exec": EXECUTIONS,
@@ -158,6 +163,7 @@ MEANINGS = {
     "schedule": SCHEDULES,
     "route": ROUTES,
     "reduction": REDUCTIONS,
+    "lists": LISTS,
 }
 
 
@@ -219,4 +225,11 @@ AXES = (
     Axis("schedule", "hint: who takes which task", Schedule.STATIC.value, tuple(SCHEDULES)),
     Axis("route", "hint: how candidates reach the tiles", Route.DIRECT.value, tuple(ROUTES)),
     Axis("reduction", "hint: how dK and dV are summed over rows", Reduction.ATOMIC.value, tuple(REDUCTIONS)),
+    Axis(
+        "lists",
+        "what has a candidate list of its own",
+        ListsPer.KV_HEAD.value,
+        tuple(LISTS),
+        clause="DESIGN section 4, Candidates",
+    ),
 )

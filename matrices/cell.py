@@ -55,6 +55,7 @@ class Cell:
     schedule: str = "static"
     route: str = "direct"
     reduction: str = "atomic"
+    lists: str = "kv_head"
 
     def __post_init__(self) -> None:
         for axis in AXES:

@@ -364,8 +364,8 @@ def serve_rows(spec: AttentionSpec, shared: CandidateLists, query_block: int) ->
     """Raw lists per row from lists that each serve `query_block` consecutive queries of a request.
 
     `shared` has one list per (request, block of queries, head that has lists), in this order; the last block of a
-    request may be smaller. In a token list under a causal rule, committed entries beyond a row's query are masked, not errors: the
-    list serves later queries too. Raises ValueError for a wrong number of lists.
+    request may be smaller. In a token list under a causal rule, committed entries beyond a row's query are masked, not
+    errors: the list serves later queries too. Raises ValueError for a wrong number of lists.
     """
     blocks = [-(-length // query_block) for length in spec.qo_lens]
     first_block = np.concatenate(([0], np.cumsum(blocks)))[:-1]

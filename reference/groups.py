@@ -1,7 +1,7 @@
 """Groups: a problem cut into batches of rows that share keys, so that BLAS does the work.
 
-Dense: all rows of one (request, head that has lists) over every key that the request attends, masked. Gathered: each row over its
-own keys. `SMALL` and `DENSE_SHARE` decide, as measured (docs/semantics-numbers.md).
+Dense: all rows of one (request, head that has lists) over every key that the request attends, masked. Gathered: each
+row over its own keys. `SMALL` and `DENSE_SHARE` decide, as measured (docs/semantics-numbers.md).
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ def _dense(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) -> 
         row, place = part.row - chosen[0, 0], store.place[part.t]
         counts = np.zeros((*chosen.shape, keys), _count_type(spec))
         counts.reshape(-1, keys)[row, place] = part.multiplicity
-        longest = _largest_by_row(
-            row, store.norm_k[place * store.heads + row_kv_heads(spec, part.row)], chosen.size
-        )
+        longest = _largest_by_row(row, store.norm_k[place * store.heads + row_kv_heads(spec, part.row)], chosen.size)
         longest = longest.reshape(chosen.shape)
         for head in range(0, heads, head_step):
             some = slice(head, head + head_step)

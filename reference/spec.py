@@ -463,6 +463,10 @@ class AttentionSpec:
             return tuple(i for q in self.qo_lens for i in range(q))
         return tuple(t - q + i for t, q in zip(self.seq_lens, self.qo_lens, strict=True) for i in range(q))
 
+    def row_of(self, token: int, qo_head: int) -> int:
+        """The candidate row that serves output row (token, query head)."""
+        return token * self.list_heads + qo_head // self.heads_per_list
+
     def row(self, index: int) -> Row:
         """The identity of candidate row `index`."""
         token, head = divmod(index, self.list_heads)
