@@ -112,7 +112,7 @@ def _keys(case: Case, request: int, mask: torch.Tensor) -> tuple[torch.Tensor, t
     spec = case.spec
     t = torch.arange(mask.shape[-1], device=mask.device)
     page, offset = case.page_table[request, t // spec.page_size].long(), t % spec.page_size
-    attended = mask.any(dim=1).view(spec.num_kv_heads, -1, len(t)).any(dim=1).T[..., None]
+    attended = mask.any(dim=1).view(spec.num_kv_heads, spec.lists_per_kv_head, len(t)).any(dim=1).T[..., None]
     k, v = (torch.where(attended, cache[page, offset], 0) for cache in (case.k_cache, case.v_cache))
     return page * spec.page_size + offset, k, v
 
