@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from seeded_places import FAULTS as PLACES
 from term_problems import ARITHMETICS, BASE, MULTISET, SEQUENCE, problem_of
+from test_gradient_places import campaign
 
 from sacts.conformance.adapter import Backend, Case, Normalized
 from sacts.conformance.build import Problem, build, last_query
 from sacts.conformance.gradient_determinism import measure
 from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher, place_of
+from sacts.conformance.localise.locate import locate
 from sacts.conformance.probes.copies import Copy, copies
 from sacts.conformance.probes.dither import LEAST_KEYS
 from sacts.conformance.probes.inputs import RANDOM
@@ -81,6 +86,13 @@ TERMS = (
     "decode/bf16/kv:90+40/pattern:one/window:5/empty:force_self/lists:query_head",
     "train/fp32/kv:90+40/q:2+2/map:shared/sink:on/dropout:30/lists:query_head",
 )
+SEEDS = int(os.environ.get("SACTS_LOCALISE", "0"))
+PLACED = (
+    "decode/bf16/kv:120+60/heads:8-2/tile:32/lists:query_head",
+    "decode/fp32/kv:260+50/pattern:all/splits:2/tile:32/lists:query_head",
+    "prefill/fp16/kv:40+9/q:4+2/causal:bottom_right/lists:query_head",
+)
+IN_CI = ("dropped", "doubled", "foreign", "page_of_v", "split_lost", "heads_exchanged", "lse_of_one_row")
 FAULTS = [fault for fault in model_catalogue().values() if fault.problem == "lists of query heads"]
 
 
@@ -356,3 +368,27 @@ def test_a_kernel_may_load_what_other_query_heads_of_the_group_attend_and_nothin
     problem = build(parse(cell))
     rows = lists_of(problem)
     assert any(rows[0] - rows[1])
+
+
+@pytest.mark.parametrize("name", [n for n in PLACES if n != "query_of_another_head"] if SEEDS else IN_CI)
+def test_a_fault_of_known_place_is_named_in_the_row_of_a_query_head(name: str) -> None:
+    """But for the query of another head, which yields no other row where lists differ: its row is named, no more."""
+    tried = 0
+    for cell in PLACED:
+        problem = build(parse(cell))
+        for number in range(1, max(1, SEEDS) + 1):
+            if seeded := PLACES[name](problem, Random(number)):
+                backend, right = seeded
+                found = locate(Launcher(Backend(backend), "cpu"), problem)
+                assert found is not None
+                assert right(found), found.finding.sentence
+                tried += 1
+    assert tried
+
+
+def test_the_edge_that_spoils_a_gradient_is_named_in_the_row_of_a_query_head() -> None:
+    cells = "prefill/fp16/kv:90+45/q:7+4/dim:32/map:shared/causal:bottom_right", "decode/bf16/kv:300/heads:4-1/dim:32"
+    tally, launches, wrong = campaign(range(max(1, SEEDS)), [f"{cell}/lists:query_head" for cell in cells])
+    assert not wrong
+    assert tally["named"] > 3 * tally["within the bounds of the random copy"]
+    assert max(launches) <= 20
