@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from sacts.matrices.cell import Cell
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
+from sacts.reference.edges import row_kv_heads
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.paging import PagedCache, PageTable
 from sacts.reference.spec import (
@@ -24,6 +25,7 @@ from sacts.reference.spec import (
     DType,
     EmptyRowRule,
     Hints,
+    ListsPer,
     Reduction,
     Route,
     Row,
@@ -71,7 +73,7 @@ class Problem:
     def needed(self) -> NDArray[np.bool_]:
         """Slots that some row attends: [L, page_size, num_kv_heads]. Nothing else may influence a result."""
         rows, t, _ = edges(self.lenient.spec, self.candidates)
-        token, head = np.divmod(rows, self.spec.num_kv_heads)
+        token, head = rows // self.spec.list_heads, row_kv_heads(self.spec, rows)
         request = np.asarray(self.spec.token_request, np.int64)[token]
         page, offset = np.divmod(t, self.spec.page_size)
         needed = np.zeros((*self.slot_request.shape, self.spec.num_kv_heads), bool)
@@ -137,6 +139,7 @@ def build(
         block_size=cell.block,
         causal=CausalRule.NONE if cell.causal == CausalRule.NONE else causal_rule,
         window_left=cell.window,
+        lists=ListsPer(cell.lists),
         **terms_of(cell, Draw(cell.id, replicate, "terms")),
     )
     draw = Draw(cell.id, replicate, "layout")
@@ -161,7 +164,7 @@ def last_query(problem: Problem, request: int, *purpose: object) -> Problem:
     spec, tokens = problem.spec, slice(*problem.spec.qo_indptr[request : request + 2])
     if spec.causal is not CausalRule.TOP_LEFT:
         tokens = slice(tokens.stop - 1, tokens.stop)
-    rows = slice(tokens.start * spec.num_kv_heads, tokens.stop * spec.num_kv_heads)
+    rows = slice(tokens.start * spec.list_heads, tokens.stop * spec.list_heads)
     dropout = spec.dropout and replace(
         spec.dropout, request_uids=((spec.dropout.request_uids or range(spec.num_requests))[request],)
     )
@@ -384,13 +387,13 @@ def _raw_lists(cell: Cell, spec: AttentionSpec, draw: Draw) -> CandidateLists:
     lists: list[Ints] = []
     for token, (request, position) in enumerate(zip(spec.token_request, spec.token_position, strict=True)):
         if (token - spec.qo_indptr[request]) % cell.qblock:
-            lists += lists[-spec.num_kv_heads :]
+            lists += lists[-spec.list_heads :]
             continue
         tokens = spec.seq_lens[request]
         if spec.block_size == 1 and spec.causal is not CausalRule.NONE:
             tokens = min(tokens, max(0, position + 1))
         entries = -(-tokens // spec.block_size)
-        for _ in range(spec.num_kv_heads):
+        for _ in range(spec.list_heads):
             named = _PATTERNS[cell.pattern](entries, draw) if entries else np.zeros(0, np.int64)
             lists.append(_repeated(named) if repeats else named)
     lengths = [len(entries) for entries in lists]

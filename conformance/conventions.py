@@ -59,7 +59,7 @@ def _physical(problem: Problem) -> CandidateLists:
     spec = problem.spec
     rows, t, counts = edges(problem.lenient.spec, problem.candidates)
     rows, t = np.repeat(rows, counts), np.repeat(t, counts)
-    request = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
+    request = np.asarray(spec.token_request, np.int64)[rows // spec.list_heads]
     page, offset = np.divmod(t, spec.page_size)
     indptr = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=spec.num_rows))))
     return CandidateLists(indptr, problem.table.table[request, page] * spec.page_size + offset)
@@ -71,7 +71,7 @@ def _padded(spec: AttentionSpec, raw: CandidateLists, capabilities: Capabilities
     order: Ints = np.arange(len(rows))
     if capabilities.sentinel_places is SentinelPlaces.TAIL:
         order = np.lexsort((padding, rows))
-    request = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
+    request = np.asarray(spec.token_request, np.int64)[rows // spec.list_heads]
     own_length = np.asarray(spec.seq_lens, np.int64)[request]
     sentinel = own_length if capabilities.sentinel == SEQ_LEN else np.full(len(rows), int(capabilities.sentinel))
     return CandidateLists(raw.indptr, np.where(padding, sentinel, raw.indices)[order])

@@ -122,7 +122,7 @@ def _other_lists(case: Case, live: torch.Tensor, space: IndexSpace) -> torch.Ten
         return _next_page(page, live) * case.spec.page_size + offset
     rows = torch.repeat_interleave(torch.arange(case.spec.num_rows, device=entries.device), case.kv_indptr.diff())
     request = torch.tensor(case.spec.token_request, dtype=torch.long, device=entries.device)[
-        rows // case.spec.num_kv_heads
+        rows // case.spec.list_heads
     ]
     real = (entries >= 0) & (entries * case.spec.block_size < case.seq_lens.long()[request])
     ends = torch.zeros(case.spec.num_rows, dtype=torch.long, device=entries.device)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sacts.matrices.cell import Cell
+from sacts.reference.edges import row_kv_heads
 from sacts.reference.forward import edges
 from sacts.reference.spec import Hints
 
@@ -101,7 +102,7 @@ def _attended(problem: Problem) -> tuple[Ints, Ints, tuple[Ints, Ints]]:
     """Of each edge: its token, its slot among the live ones, and (KV head, logical position)."""
     spec = problem.spec
     row, t, _ = edges(spec, problem.candidates)
-    token, head = np.divmod(row, spec.num_kv_heads)
+    token, head = row // spec.list_heads, row_kv_heads(spec, row)
     return token, _slots(problem, np.asarray(spec.token_request, np.int64)[token], (head, t)), (head, t)
 
 

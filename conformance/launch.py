@@ -422,5 +422,5 @@ class _Forward(Launched[Observed]):
 
 def place_of(spec: AttentionSpec, token: int, qo_head: int) -> str:
     """An output row in words: its candidate row, and the query head."""
-    row = spec.row(token * spec.num_kv_heads + qo_head // spec.group_size)
-    return f"{row}, query head {qo_head}"
+    row = spec.row(spec.row_of(token, qo_head))
+    return str(row) if row.qo_head is not None else f"{row}, query head {qo_head}"

@@ -62,7 +62,7 @@ def chosen(problem: Problem, inputs: Inputs, requests: Sequence[int]) -> Variant
         list(chain.from_iterable(range(spec.qo_indptr[n], spec.qo_indptr[n] + spec.qo_lens[n]) for n in order)),
         np.int64,
     )
-    rows = (tokens[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)).ravel()
+    rows = (tokens[:, None] * spec.list_heads + np.arange(spec.list_heads)).ravel()
     raw, indptr = problem.raw, problem.candidates.indptr
     new_indptr, indices, counts = _rows(indptr, rows, problem.candidates.indices, problem.candidates.counts)
     kept = ValidatedCandidates(new_indptr, indices, counts, problem.candidates.duplicates)
@@ -150,7 +150,8 @@ def heads_reversed(problem: Problem, inputs: Inputs) -> Variant:
     spec, raw, indptr = problem.spec, problem.raw, problem.candidates.indptr
     kv_heads = np.arange(spec.num_kv_heads)[::-1]
     heads = (kv_heads[:, None] * spec.group_size + np.arange(spec.group_size)).ravel()
-    rows = (np.arange(spec.num_tokens)[:, None] * spec.num_kv_heads + kv_heads).ravel()
+    lists = (kv_heads[:, None] * spec.lists_per_kv_head + np.arange(spec.lists_per_kv_head)).ravel()
+    rows = (np.arange(spec.num_tokens)[:, None] * spec.list_heads + lists).ravel()
     new_indptr, indices, counts = _rows(indptr, rows, problem.candidates.indices, problem.candidates.counts)
     variant = replace(
         problem,
@@ -235,7 +236,7 @@ def masked_appended(problem: Problem, inputs: Inputs) -> tuple[Inputs, list[Vari
         return inputs, []
     rows, values = [rows_of(problem.raw.indptr)], [problem.raw.indices]
     for row in range(spec.num_rows):
-        token = row // spec.num_kv_heads
+        token = row // spec.list_heads
         position, request = spec.token_position[token], spec.token_request[token]
         first = np.arange(-(-spec.seq_lens[request] // spec.block_size)) * spec.block_size
         hidden = np.zeros(len(first), bool)

@@ -9,6 +9,7 @@ import numpy as np
 
 from sacts.reference.bounds import Expected
 from sacts.reference.candidates import ValidatedCandidates, lists_of, rows_of
+from sacts.reference.edges import row_kv_heads
 from sacts.reference.formats import FORMATS
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.invariants import Sizes, within
@@ -26,7 +27,7 @@ ALWAYS = 4  # rows that every sample holds: the first, the last, the longest and
 def exact_rows(problem: Problem, limit: int | None = None) -> Ints | None:
     """The candidate rows that are judged exactly, sorted; None where all of them are. `limit`: EXACT_EDGES."""
     limit, lengths = EXACT_EDGES if limit is None else limit, row_lengths(problem)
-    cost = lengths * problem.spec.group_size
+    cost = lengths * problem.spec.heads_per_list
     if cost.sum() <= limit or problem.spec.empty_row.forces:
         return None
     return affordable(by_priority(problem, lengths), cost, limit)
@@ -40,7 +41,7 @@ def row_lengths(problem: Problem) -> Ints:
 
 def by_priority(problem: Problem, lengths: Ints) -> Ints:
     """All candidate rows with an edge, the most telling first: the first and the last, the longest and the shortest;
-    the last and the first query of each request, by KV head; one row for each length beside or on a multiple of the
+    the last and the first query of each request, by head; one row for each length beside or on a multiple of the
     page or the tile; then the others in random order.
     """
     real = np.flatnonzero(lengths)
@@ -56,7 +57,7 @@ def _ends(spec: AttentionSpec) -> Iterator[int]:
     for place in (-1, 0):
         for request, length in enumerate(spec.qo_lens):
             token = spec.qo_indptr[request] + place % length if length else 0
-            yield from range(token * spec.num_kv_heads, (token + 1) * spec.num_kv_heads) if length else ()
+            yield from range(token * spec.list_heads, (token + 1) * spec.list_heads) if length else ()
 
 
 def _boundaries(problem: Problem, lengths: Ints) -> Ints:
@@ -101,13 +102,13 @@ def with_invariants(
     others = np.setdiff1d(np.flatnonzero(lengths), rows)
     slots = np.diff(problem.candidates.indptr) * spec.block_size
     low, high, longest = _reach(problem, inputs)
-    request = np.asarray(spec.token_request, np.int64)[others // spec.num_kv_heads]
-    head = others % spec.num_kv_heads
-    by_row = (spec.num_rows, spec.group_size)
+    request = np.asarray(spec.token_request, np.int64)[others // spec.list_heads]
+    head = row_kv_heads(spec, others)
+    by_row = (spec.num_rows, spec.heads_per_list)
     norms = np.linalg.norm(inputs.q, axis=-1).reshape(by_row)
     whole = replace(expected, **{name: getattr(expected, name).copy() for name in _FILLED})
     end, most = FORMATS[numerics.out].max, float(np.finfo(np.float32).max)
-    for lane in range(spec.group_size):
+    for lane in range(spec.heads_per_list):
         size = abs(spec.sm_scale) * norms[others, lane] * longest[request, head]
         part = Sizes(lengths[others], slots[others], size, low[request, head], high[request, head], spec.head_dim_qk)
         found = within(part, numerics)

@@ -104,12 +104,12 @@ class Adapter:
 
 
 def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tensor:
-    """Which keys one query token attends: [num_kv_heads, T]."""
+    """Which keys one query token attends: [list_heads, T]."""
     spec = case.spec
     t = torch.arange(seq_len, device=case.q.device)
-    mask = torch.zeros(spec.num_kv_heads, seq_len, dtype=torch.bool, device=case.q.device)
-    for head in range(spec.num_kv_heads):
-        row = token * spec.num_kv_heads + head
+    mask = torch.zeros(spec.list_heads, seq_len, dtype=torch.bool, device=case.q.device)
+    for head in range(spec.list_heads):
+        row = token * spec.list_heads + head
         entries = case.kv_indices[indptr[row] : indptr[row + 1]].long()
         chosen = (entries[:, None] * spec.block_size + torch.arange(spec.block_size, device=t.device)).flatten()
         mask[head, chosen[chosen < seq_len]] = True
@@ -126,7 +126,7 @@ def _keys(case: Case, request: int, mask: torch.Tensor) -> tuple[torch.Tensor, t
     spec = case.spec
     t = torch.arange(mask.shape[-1], device=mask.device)
     page, offset = case.page_table[request, t // spec.page_size].long(), t % spec.page_size
-    attended = mask.any(dim=1).T[..., None]
+    attended = mask.any(dim=1).view(spec.num_kv_heads, spec.lists_per_kv_head, len(t)).any(dim=1).T[..., None]
     k, v = (torch.where(attended, cache[page, offset], 0) for cache in (case.k_cache, case.v_cache))
     return page * spec.page_size + offset, k, v
 
@@ -138,10 +138,11 @@ def _gradients(
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """d_q [n, num_qo_heads, d], d_k and d_v [T, num_kv_heads, d] of one request; mask [num_kv_heads, n, T]."""
+    """d_q [n, num_qo_heads, d], d_k and d_v [T, num_kv_heads, d] of one request; mask [list_heads, n, T]."""
     leaves = [x.detach().requires_grad_() for x in given]
     q, k, v = (x.transpose(0, 1) for x in leaves)
-    k, v, mask = (x.repeat_interleave(spec.group_size, 0) for x in (k, v, mask))
+    k, v = (x.repeat_interleave(spec.group_size, 0) for x in (k, v))
+    mask = mask.repeat_interleave(spec.heads_per_list, 0)
     some = mask.any(dim=-1, keepdim=True)
     logits = (q @ k.transpose(-1, -2) * spec.sm_scale).masked_fill(~mask & some, float("-inf"))
     lse = torch.logsumexp(logits, -1, keepdim=True)
@@ -152,12 +153,12 @@ def _gradients(
 
 
 def _dense(case: Case, request: int, tokens: slice, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [n, num_qo_heads, d] and lse [n, num_qo_heads] of one request; mask [num_kv_heads, n, T]."""
+    """out [n, num_qo_heads, d] and lse [n, num_qo_heads] of one request; mask [list_heads, n, T]."""
     spec = case.spec
     seq_len = mask.shape[-1]
     k, v = (x.permute(1, 0, 2).repeat_interleave(spec.group_size, 0) for x in _keys(case, request, mask)[1:])
     q = case.q[tokens].transpose(0, 1)
-    mask = mask.repeat_interleave(spec.group_size, 0)
+    mask = mask.repeat_interleave(spec.heads_per_list, 0)
     some = mask.any(dim=-1, keepdim=True)
     if not seq_len:
         return torch.zeros_like(case.out[tokens]), torch.full_like(case.lse[tokens], float("-inf"))

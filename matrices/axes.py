@@ -14,6 +14,7 @@ from sacts.reference.spec import (
     DType,
     EmptyRowRule,
     FallbackReason,
+    ListsPer,
     Reduction,
     Route,
     ScaleGranularity,
@@ -163,6 +164,10 @@ REDUCTIONS = {
     Reduction.KV_CENTRIC.value: "hint: dK and dV of a block of KV are summed by one program",
     Reduction.HYBRID.value: "hint: so for pages that many rows attend, by additions in memory for the others",
 }
+LISTS = {
+    ListsPer.KV_HEAD.value: "each KV head: its query heads share one list",
+    ListsPer.QUERY_HEAD.value: "each query head: lists of query heads that read one KV head differ",
+}
 MEANINGS = {
     "phase": PHASES,
     "exec": EXECUTIONS,
@@ -185,6 +190,7 @@ MEANINGS = {
     "schedule": SCHEDULES,
     "route": ROUTES,
     "reduction": REDUCTIONS,
+    "lists": LISTS,
 }
 
 
@@ -251,4 +257,11 @@ AXES = (
     ),
     Axis("fallback", "the reason for which a backend is forced to fall back", "none", tuple(FALLBACKS)),
     Axis("reduction", "hint: how dK and dV are summed over rows", Reduction.ATOMIC.value, tuple(REDUCTIONS)),
+    Axis(
+        "lists",
+        "what has a candidate list of its own",
+        ListsPer.KV_HEAD.value,
+        tuple(LISTS),
+        clause="DESIGN section 4, Candidates",
+    ),
 )

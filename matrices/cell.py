@@ -58,6 +58,7 @@ class Cell:
     qblock: int = 1
     fallback: str = "none"
     reduction: str = "atomic"
+    lists: str = "kv_head"
 
     def __post_init__(self) -> None:
         for axis in AXES:

@@ -86,6 +86,12 @@ CONSTRAINTS = (
         "decode has one query a request",
     ),
     Constraint(
+        "lists that can differ",
+        ("lists", "heads"),
+        lambda c: c.lists == "kv_head" or c.heads[0] != c.heads[1],
+        "as many query heads as KV heads: a list of each is the same; left out there",
+    ),
+    Constraint(
         "one way beyond 32 bits",
         ("map", "cache"),
         lambda c: c.cache == "contiguous" or c.map != "high",

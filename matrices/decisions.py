@@ -312,6 +312,7 @@ def _never(config: Config) -> Found:
     """What no model of this kind has, whatever its fields."""
     yield only("kind", "no field: selectors name sets", "set")
     yield only("epilogue", "no field: out goes on as it is", "none")
+    yield only("lists", "no field: the query heads of a KV head select together", "kv_head")
     gate = config.flag("attn_output_gate")
     if gate and gate.value:
         yield Refusal(f"{gate}: no cell gates out", whole=False)

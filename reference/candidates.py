@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .paging import PageTable
-from .spec import AttentionSpec, CandidateKind, CausalRule, Row
+from .spec import AttentionSpec, CandidateKind, CausalRule, ListsPer, Row
 
 Ints = NDArray[np.int64]
 
@@ -175,7 +175,7 @@ def _check_csr(spec: AttentionSpec, raw: CandidateLists, name: str = "candidates
 
 
 def _bad_positions(spec: AttentionSpec, rows: Ints, entries: Ints, values: Ints) -> list[IllegalEntry]:
-    tokens = rows // spec.num_kv_heads
+    tokens = rows // spec.list_heads
     seq_lens = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)[tokens]]
     position = np.asarray(spec.token_position, np.int64)[tokens]
     token_list = spec.block_size == 1 and spec.causal is not CausalRule.NONE
@@ -201,7 +201,7 @@ def _bad_positions(spec: AttentionSpec, rows: Ints, entries: Ints, values: Ints)
 
 def _bad_pages(spec: AttentionSpec, table: PageTable, rows: Ints, entries: Ints, values: Ints) -> list[IllegalEntry]:
     """Faults of the pages that committed entries need; each (entry, page) has one name."""
-    requests = np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]
+    requests = np.asarray(spec.token_request, np.int64)[rows // spec.list_heads]
     at, page = _pages_needed(spec, table.page_size, requests, values)
     request, columns = requests[at], table.table.shape[1]
     listed = page < columns
@@ -249,7 +249,7 @@ def expand(spec: AttentionSpec, candidates: ValidatedCandidates) -> tuple[Ints, 
     """All edges before masks: (row, t, count) arrays; a block names its committed tokens only (t < T)."""
     rows = rows_of(candidates.indptr)
     t = candidates.indices[:, None] * spec.block_size + np.arange(spec.block_size)
-    seq_len = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)[rows // spec.num_kv_heads]]
+    seq_len = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)[rows // spec.list_heads]]
     committed = t < seq_len[:, None]
     shape = t.shape
     return (
@@ -351,40 +351,41 @@ def _own_entry(spec: AttentionSpec) -> Ints:
 
 
 def _ranges(spec: AttentionSpec, name: str, size: int, start: Ints, end: Ints) -> CandidateLists:
-    """Consecutive entries start .. end - 1 of each query token, the same for all its KV heads."""
+    """Consecutive entries start .. end - 1 of each query token, the same for all its heads."""
     if size < 0:
         raise ValueError(f"{name} must not be negative, got {size}")
-    lengths = np.repeat(np.maximum(end - start, 0), spec.num_kv_heads)
+    lengths = np.repeat(np.maximum(end - start, 0), spec.list_heads)
     indptr = np.concatenate(([0], np.cumsum(lengths)))
-    first = np.repeat(start, spec.num_kv_heads)
+    first = np.repeat(start, spec.list_heads)
     return CandidateLists(indptr, np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], lengths))
 
 
 def serve_rows(spec: AttentionSpec, shared: CandidateLists, query_block: int) -> CandidateLists:
     """Raw lists per row from lists that each serve `query_block` consecutive queries of a request.
 
-    `shared` has one list per (request, block of queries, KV head), in this order; the last block of a request may be
-    smaller. In a token list under a causal rule, committed entries beyond a row's query are masked, not errors: the
-    list serves later queries too. Raises ValueError for a wrong number of lists.
+    `shared` has one list per (request, block of queries, head that has lists), in this order; the last block of a
+    request may be smaller. In a token list under a causal rule, committed entries beyond a row's query are masked, not
+    errors: the list serves later queries too. Raises ValueError for a wrong number of lists.
     """
     blocks = [-(-length // query_block) for length in spec.qo_lens]
     first_block = np.concatenate(([0], np.cumsum(blocks)))[:-1]
-    if len(shared.indptr) - 1 != sum(blocks) * spec.num_kv_heads:
+    if len(shared.indptr) - 1 != sum(blocks) * spec.list_heads:
+        heads = "KV heads" if spec.lists is ListsPer.KV_HEAD else "query heads"
         raise ValueError(
-            f"{sum(blocks)} blocks of {query_block} queries x {spec.num_kv_heads} KV heads need as many lists, "
+            f"{sum(blocks)} blocks of {query_block} queries x {spec.list_heads} {heads} need as many lists, "
             f"got {len(shared.indptr) - 1}"
         )
     request = np.asarray(spec.token_request, np.int64)
     query = np.arange(spec.num_tokens) - np.asarray(spec.qo_indptr, np.int64)[request]
     block = first_block[request] + query // query_block
-    source = (block[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)).ravel()
+    source = (block[:, None] * spec.list_heads + np.arange(spec.list_heads)).ravel()
     lengths = np.diff(shared.indptr)[source]
     indptr = np.concatenate(([0], np.cumsum(lengths)))
     values = shared.indices[np.arange(indptr[-1]) + np.repeat(shared.indptr[source] - indptr[:-1], lengths)]
     rows = rows_of(indptr)
     if spec.block_size > 1 or spec.causal is CausalRule.NONE:
         return CandidateLists(indptr, values)
-    token = rows // spec.num_kv_heads
+    token = rows // spec.list_heads
     masked = values > np.asarray(spec.token_position, np.int64)[token]
     masked &= (values >= 0) & (values < np.asarray(spec.seq_lens, np.int64)[request[token]])
     return lists_of(rows[~masked], values[~masked], spec.num_rows)

@@ -146,7 +146,7 @@ def work(spec: AttentionSpec, hints: Hints, candidates: ValidatedCandidates) -> 
     apart, by `scale_bytes`.
     """
     seq_lens = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)]
-    row_lens = np.repeat(seq_lens, spec.num_kv_heads)
+    row_lens = np.repeat(seq_lens, spec.list_heads)
     lists = CandidateLists(candidates.indptr, candidates.indices)
     tiles = kv_tiles(lists, spec.block_size, hints.kv_tile, row_lens)
     attended, dims = int(tiles.filled.sum()), (spec.head_dim_qk, spec.head_dim_vo)
@@ -158,8 +158,8 @@ def work(spec: AttentionSpec, hints: Hints, candidates: ValidatedCandidates) -> 
         kv=kv,
         tile_kv=tile_kv,
         dense_kv=dense_kv,
-        flops=flops(attended, *dims) * spec.group_size,
-        tile_flops=flops(tiles.slots, *dims) * spec.group_size,
+        flops=flops(attended, *dims) * spec.heads_per_list,
+        tile_flops=flops(tiles.slots, *dims) * spec.heads_per_list,
         indices=index_bytes(len(candidates.indices)),
         partials=partial_bytes(spec.num_tokens, hints.num_splits, spec.num_qo_heads, spec.head_dim_vo),
     )

@@ -68,12 +68,18 @@ def attended(spec: AttentionSpec, candidates: ValidatedCandidates) -> Edges:
 
 def row_positions(spec: AttentionSpec) -> Ints:
     """Logical position of the query of each candidate row: [num_rows]."""
-    return np.repeat(np.asarray(spec.token_position, np.int64), spec.num_kv_heads)
+    return np.repeat(np.asarray(spec.token_position, np.int64), spec.list_heads)
 
 
 def row_requests(spec: AttentionSpec) -> Ints:
     """Request of each candidate row: [num_rows]."""
-    return np.repeat(np.asarray(spec.token_request, np.int64), spec.num_kv_heads)
+    return np.repeat(np.asarray(spec.token_request, np.int64), spec.list_heads)
+
+
+def row_kv_heads(spec: AttentionSpec, rows: Ints) -> Ints:
+    """The KV head that each of these candidate rows reads."""
+    head = rows % spec.list_heads
+    return head if spec.lists_per_kv_head == 1 else head // spec.lists_per_kv_head
 
 
 def _forced(spec: AttentionSpec, edges: Edges, empty: Ints) -> Edges:

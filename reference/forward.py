@@ -120,7 +120,7 @@ def kept(spec: AttentionSpec, group: Group) -> Array | None:
 
 def by_row(spec: AttentionSpec, x: NDArray[np.generic]) -> NDArray[np.generic]:
     """A view of [num_tokens, num_qo_heads, ...] by candidate row: [num_rows, g, ...]."""
-    return x.reshape(spec.num_rows, spec.group_size, *x.shape[2:])
+    return x.reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:])
 
 
 def empty_result(spec: AttentionSpec) -> Forward:

@@ -177,7 +177,7 @@ def generic_rows(
                 continue
             a = np.ones(len(edge)) if factors is None else factors[at][edge]
             row = _Row(group.z[at][edge], a, group.v[b, edge], rows, at, int(tiles[b, r, 0]), group.counts[b, r, edge])
-            token = int(group.rows[b, r]) // spec.num_kv_heads
+            token = int(group.rows[b, r]) // spec.list_heads
             names = token, int(group.qo_heads[b, g]), group.t[b, edge]
             yield _bounded(spec, row, _Errors(*(x[at][edge] for x in errors)), names, numerics, lam)
 

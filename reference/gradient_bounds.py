@@ -171,7 +171,7 @@ class _Edges(NamedTuple):
 
 
 def _edges(spec: AttentionSpec, group: Group, numerics: Numerics, given: _Given) -> _Edges:
-    at = group.rows[..., None] // spec.num_kv_heads, group.qo_heads[:, None]
+    at = group.rows[..., None] // spec.list_heads, group.qo_heads[:, None]
     d_out, d_lse, out_error, lse_error = (x[at] for x in given)
     rows, edge = evaluate(spec, group), group.edge[:, :, None]
     lse = np.where(rows.state.l > 0, rows.lse, 0.0)
@@ -226,7 +226,7 @@ def _add(
 ) -> None:
     """One group added to the sums."""
     edges = _edges(spec, group, numerics, given)
-    at = group.rows[..., None] // spec.num_kv_heads, group.qo_heads[:, None]
+    at = group.rows[..., None] // spec.list_heads, group.qo_heads[:, None]
     for total, part in zip(sums.q, _query_terms(spec, group, numerics, edges), strict=True):
         total[at] = part
     d_out = np.abs(given.d_out[at])

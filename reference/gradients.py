@@ -124,13 +124,13 @@ def _backward(problem: Branch, pulled: PulledBack, d_lse: Array) -> Gradients:
     shape = np.shape(spec.buckets.bias) if spec.buckets else (0, 0)
     sink = d_lse.copy(), np.zeros(d_lse.shape)  # P_s of a row without an edge is 1
     of_q, of_q_error, of_sink, of_sink_error = (
-        x.reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in (d_q, d_q_error, *sink)
+        x.reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:]) for x in (d_q, d_q_error, *sink)
     )
     by_bucket = np.zeros(shape), np.zeros(shape)
     sums = _Sums(of_q, of_q_error, of_sink, of_sink_error, *by_bucket, len(edges.t))
     keys, d_k, d_v = key_sums(spec, table, edges)
     for group in groups(spec, inputs, table, candidates, edges):
-        at = group.rows[..., None] // spec.num_kv_heads, group.qo_heads[:, None]
+        at = group.rows[..., None] // spec.list_heads, group.qo_heads[:, None]
         of_rows = _OfRows(pulled.d_out[at], pulled.error[at], d_lse[at])
         with np.errstate(over="ignore", invalid="ignore"):
             _add(spec, group, of_rows, sums, keys[group.request])

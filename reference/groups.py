@@ -1,7 +1,7 @@
 """Groups: a problem cut into batches of rows that share keys, so that BLAS does the work.
 
-Dense: all rows of one (request, KV head) over every key that the request attends, masked. Gathered: each row over its
-own keys. `SMALL` and `DENSE_SHARE` decide, as measured (docs/semantics-numbers.md).
+Dense: all rows of one (request, head that has lists) over every key that the request attends, masked. Gathered: each
+row over its own keys. `SMALL` and `DENSE_SHARE` decide, as measured (docs/semantics-numbers.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import scores
 from .candidates import ValidatedCandidates
-from .edges import Edges, attended
+from .edges import Edges, attended, row_kv_heads
 from .keys import SMALL, KeyStore, norm, store_of
 from .paging import PagedCache, PageTable
 from .runs import runs
@@ -105,8 +105,8 @@ def groups(
     edges = attended(spec, candidates) if edges is None else edges
     if not len(edges.row):
         return
-    q = inputs.q.reshape(spec.num_rows, spec.group_size, spec.head_dim_qk)
-    ends = np.searchsorted(edges.row, np.asarray(spec.qo_indptr) * spec.num_kv_heads)
+    q = inputs.q.reshape(spec.num_rows, spec.heads_per_list, spec.head_dim_qk)
+    ends = np.searchsorted(edges.row, np.asarray(spec.qo_indptr) * spec.list_heads)
     for request in range(spec.num_requests):
         mine = edges.part(int(ends[request]), int(ends[request + 1]))
         if not len(mine.row):
@@ -119,14 +119,14 @@ def groups(
 
 def _dense_pays(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) -> bool:
     """Dense needs the same place of a key for all rows (no ordinals), and its keys in one piece."""
-    pairs = len(store.t) * spec.qo_lens[request] * spec.num_kv_heads
+    pairs = len(store.t) * spec.qo_lens[request] * spec.list_heads
     small = len(store.t) <= SMALL or len(edges.t) >= DENSE_SHARE * pairs
     return small and store.compact and spec.candidate_kind is not CandidateKind.SEQUENCE
 
 
 def _dense(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) -> Iterator[_Batch]:
-    heads, queries, keys = spec.num_kv_heads, spec.qo_lens[request], len(store.t)
-    per_row = keys * spec.group_size
+    heads, queries, keys = spec.list_heads, spec.qo_lens[request], len(store.t)
+    per_row = keys * spec.heads_per_list
     head_step = max(1, min(heads, MAX_LOGITS // (per_row * queries)))
     query_step = max(1, MAX_LOGITS // (per_row * head_step))
     rows = (spec.qo_indptr[request] * heads + np.arange(queries * heads)).reshape(queries, heads)
@@ -136,7 +136,7 @@ def _dense(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) -> 
         row, place = part.row - chosen[0, 0], store.place[part.t]
         counts = np.zeros((*chosen.shape, keys), _count_type(spec))
         counts.reshape(-1, keys)[row, place] = part.multiplicity
-        longest = _largest_by_row(row, store.norm_k[place * heads + part.row % heads], chosen.size)
+        longest = _largest_by_row(row, store.norm_k[place * store.heads + row_kv_heads(spec, part.row)], chosen.size)
         longest = longest.reshape(chosen.shape)
         for head in range(0, heads, head_step):
             some = slice(head, head + head_step)
@@ -175,8 +175,9 @@ def _gathered(spec: AttentionSpec, request: int, edges: Edges, store: KeyStore) 
 
 
 def _group(spec: AttentionSpec, request: int, batch: _Batch, edges: Edges, q: Array, store: KeyStore) -> Group:
-    kv_heads = batch.rows[:, 0] % spec.num_kv_heads
-    qo_heads = kv_heads[:, None] * spec.group_size + np.arange(spec.group_size)
+    kv_heads = row_kv_heads(spec, batch.rows[:, 0])
+    first_head = batch.rows[:, :1] % spec.list_heads * spec.heads_per_list
+    qo_heads = first_head + np.arange(spec.heads_per_list)
     keys = store.all(kv_heads) if batch.key is None else store.some(batch.key, kv_heads)
     edge = batch.counts > 0
     t = np.broadcast_to(store.t, edge[:, 0].shape) if batch.key is None else store.t[batch.key]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import scores
-from .edges import Edges
+from .edges import Edges, row_kv_heads
 from .estimates import LOST, SLACK, U
 from .gradient_estimates import FLOOR, Columns, judge
 from .groups import Group
@@ -125,7 +125,7 @@ class KeySums:
 
     def entries(self, group: Group) -> Ints:
         """The entry of each key [b, S] of a group; of keys that no row attends, whatever."""
-        kv_head = group.rows[:, :1] % self.spec.num_kv_heads
+        kv_head = row_kv_heads(self.spec, group.rows[:, :1])
         found: Ints = self.entry[kv_head, group.t]
         return found
 
@@ -133,7 +133,7 @@ class KeySums:
         """weights^T rows, of the rotated k (which = 0) or of v (1): weights [b, r * g, S], rows [b, r * g, dim]."""
         attended, total = np.asarray(group.edge.any(axis=1)), self.values[which]
         turn = None if which or self.in_order else self.spec.rope
-        kv_heads = (group.rows[:, 0] % self.spec.num_kv_heads).tolist()
+        kv_heads = row_kv_heads(self.spec, group.rows[:, 0]).tolist()
         for b, (kv_head, entry, some) in enumerate(zip(kv_heads, self.entries(group), attended, strict=True)):
             mine = self.of_head[kv_head]
             whole = self.in_order and len(entry) == mine.stop - mine.start and some.all()
@@ -151,7 +151,7 @@ class KeySums:
         row, slot = np.divmod(index.at[0], per_row)
         key = self.entries(group).reshape(-1)[row // group.edge.shape[1] * n + slot]
         key = np.broadcast_to(key, p.shape).ravel()
-        kv_head = group.rows[:, 0] % self.spec.num_kv_heads
+        kv_head = row_kv_heads(self.spec, group.rows[:, 0])
         for total, largest, (by_row, floor, channel) in zip(self.by_key, self.channels, columns, strict=True):
             at_edges, least = (index.spread(x.reshape(-1, len(p))[index.rows].T) for x in (by_row, floor))
             weight = (p + LOST) * at_edges + least
@@ -176,7 +176,7 @@ class _Places(NamedTuple):
 def _places(spec: AttentionSpec, table: PageTable, request: int, edges: Edges) -> _Places:
     heads = spec.num_kv_heads
     used = np.zeros((heads, int(edges.t.max()) + 1), bool)
-    used[edges.row % heads, edges.t] = True
+    used[row_kv_heads(spec, edges.row), edges.t] = True
     kv_head, t = np.nonzero(used)
     _, offset, page = table.locate(request, t)
     entry = (np.cumsum(used) - 1).reshape(used.shape)
@@ -187,7 +187,7 @@ def key_sums(
     spec: AttentionSpec, table: PageTable, edges: Edges
 ) -> tuple[dict[int, KeySums], KeyGradient, KeyGradient]:
     """The sums of each request that attends anything, and d_k and d_v, which these fill."""
-    ends = np.searchsorted(edges.row, np.asarray(spec.qo_indptr) * spec.num_kv_heads).tolist()
+    ends = np.searchsorted(edges.row, np.asarray(spec.qo_indptr) * spec.list_heads).tolist()
     places = [
         _places(spec, table, request, edges.part(start, stop))
         for request, (start, stop) in enumerate(pairwise(ends))

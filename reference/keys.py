@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import scores
-from .edges import Edges
+from .edges import Edges, row_kv_heads
 from .paging import PagedCache, PageTable
 from .spec import AttentionSpec, CandidateKind
 
@@ -87,7 +87,7 @@ def store_of(
         nothing = np.zeros((0, 0))
         return KeyStore(t, place, heads, flat_k, flat_v, False, slots, nothing, nothing, False)
     used = np.zeros((len(t), heads), bool)
-    used[place[edges.t], edges.row % heads] = True
+    used[place[edges.t], row_kv_heads(spec, edges.row)] = True
     data = [
         cache.data.reshape(-1, heads * cache.data.shape[-1]).take(slot, axis=0).reshape(len(t), heads, -1)
         for cache, slot in zip((k, v), slots, strict=True)

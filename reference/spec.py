@@ -29,6 +29,15 @@ class CandidateKind(StrEnum):
     MULTISET = "multiset"
 
 
+class ListsPer(StrEnum):
+    """What has a candidate list of its own at each query token. `KV_HEAD`: a KV head, whose query heads share the list;
+    `QUERY_HEAD`: each query head. Where there are as many of one as of the other, both say the same.
+    """
+
+    KV_HEAD = "kv_head"
+    QUERY_HEAD = "query_head"
+
+
 class CausalRule(StrEnum):
     """Whether keys behind the query's logical position are hidden, and where query i of q_len sits: `BOTTOM_RIGHT`:
     at T - q_len + i; `TOP_LEFT`: at i; `ABSOLUTE`: at `AttentionSpec.query_positions`. `NONE` hides nothing; its
@@ -291,14 +300,18 @@ class Codec:
 
 
 class Row(NamedTuple):
-    """The identity of a candidate row; it never changes, however tasks are sorted."""
+    """The identity of a candidate row; it never changes, however tasks are sorted. `qo_head`: of a row that serves one
+    query head, None where it serves those of a KV head.
+    """
 
     request: int
     query: int
     kv_head: int
+    qo_head: int | None = None
 
     def __str__(self) -> str:
-        return f"row (request {self.request}, query {self.query}, KV head {self.kv_head})"
+        head = f"KV head {self.kv_head}" if self.qo_head is None else f"query head {self.qo_head}"
+        return f"row (request {self.request}, query {self.query}, {head})"
 
 
 @dataclass(frozen=True)
@@ -306,8 +319,8 @@ class AttentionSpec:
     """Everything about a paged sparse-attention call that a backend must not change.
 
     Shapes that follow from it: q [num_tokens, num_qo_heads, head_dim_qk], out [num_tokens, num_qo_heads,
-    head_dim_vo], lse [num_tokens, num_qo_heads]. A candidate row is one (token, KV head); its index is token *
-    num_kv_heads + kv_head.
+    head_dim_vo], lse [num_tokens, num_qo_heads]. A candidate row is one (token, KV head), or one (token, query head)
+    where `lists` says so; its index is token * list_heads + head.
 
     `seq_lens[n]` is T, the committed KV length of request n in tokens; `qo_lens[n]` its number of queries.
     `block_size` is the number of tokens that one candidate entry names (1: token selection). `window_left` removes
@@ -347,6 +360,7 @@ class AttentionSpec:
     epilogue: Epilogue = Epilogue()
     k_codec: Codec | None = None
     v_codec: Codec | None = None
+    lists: ListsPer = ListsPer.KV_HEAD
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "block_size"):
@@ -404,6 +418,21 @@ class AttentionSpec:
         return self.num_qo_heads // self.num_kv_heads
 
     @property
+    def list_heads(self) -> int:
+        """Heads that have a candidate list of their own, so rows of each token."""
+        return self.num_kv_heads if self.lists is ListsPer.KV_HEAD else self.num_qo_heads
+
+    @property
+    def heads_per_list(self) -> int:
+        """Query heads that a candidate row serves: those from row % list_heads * heads_per_list on."""
+        return self.num_qo_heads // self.list_heads
+
+    @property
+    def lists_per_kv_head(self) -> int:
+        """Candidate rows of each token that read one KV head: row % list_heads // lists_per_kv_head."""
+        return self.list_heads // self.num_kv_heads
+
+    @property
     def num_requests(self) -> int:
         """Requests in the batch."""
         return len(self.seq_lens)
@@ -420,8 +449,8 @@ class AttentionSpec:
 
     @property
     def num_rows(self) -> int:
-        """Candidate rows: one per (token, KV head)."""
-        return self.num_tokens * self.num_kv_heads
+        """Candidate rows: one per token and head that has a list."""
+        return self.num_tokens * self.list_heads
 
     @cached_property
     def token_request(self) -> tuple[int, ...]:
@@ -439,11 +468,16 @@ class AttentionSpec:
             return tuple(i for q in self.qo_lens for i in range(q))
         return tuple(t - q + i for t, q in zip(self.seq_lens, self.qo_lens, strict=True) for i in range(q))
 
+    def row_of(self, token: int, qo_head: int) -> int:
+        """The candidate row that serves output row (token, query head)."""
+        return token * self.list_heads + qo_head // self.heads_per_list
+
     def row(self, index: int) -> Row:
         """The identity of candidate row `index`."""
-        token, kv_head = divmod(index, self.num_kv_heads)
+        token, head = divmod(index, self.list_heads)
         request = self.token_request[token]
-        return Row(request, token - self.qo_indptr[request], kv_head)
+        own = head if self.lists is ListsPer.QUERY_HEAD else None
+        return Row(request, token - self.qo_indptr[request], head // self.lists_per_kv_head, own)
 
 
 class Schedule(StrEnum):

@@ -29,6 +29,7 @@ from sacts.reference.spec import (
     EmptyRowRule,
     Epilogue,
     EpilogueKind,
+    ListsPer,
     Nonlinearity,
     RelativeBuckets,
     RoPE,
@@ -74,6 +75,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "window": {"none": {}, "3": {"window_left": 3}},
     "empty": {rule: {"empty_row": EmptyRowRule(rule)} for rule in ("zero", "force_self", "force_sink_token")},
     "heads": {"GQA 2": {}, "MHA": {"num_kv_heads": 4}, "MQA": {"num_kv_heads": 1}},
+    "lists": {"KV head": {}, "query head": {"lists": ListsPer.QUERY_HEAD}},
     "block": {"1": {}, "3": {"block_size": 3}},
     "page": {"4": {}, "1": {"page_size": 1}},
     "lengths": {
@@ -199,7 +201,7 @@ def lists_of(spec: AttentionSpec, random: np.random.Generator, density: float) -
         if spec.causal is not CausalRule.NONE and spec.block_size == 1:
             tokens = max(0, min(tokens, position + 1))
         entries = -(-tokens // spec.block_size)
-        for _ in range(spec.num_kv_heads):
+        for _ in range(spec.num_qo_heads if spec.lists is ListsPer.QUERY_HEAD else spec.num_kv_heads):
             chosen = random.permutation(entries)[: math.ceil(density * entries)].tolist()
             if spec.candidate_kind is not CandidateKind.SEQUENCE:
                 chosen += chosen[::2] + chosen[:1]
@@ -244,7 +246,8 @@ def row(problem: Problem, leaves: Leaves, token: int, head: int) -> tuple[Tensor
     """out before the epilogue and lse of one row (None: minus infinity)."""
     spec, kv_head = problem.spec, head // problem.spec.group_size
     request, logits, values = spec.token_request[token], [], []
-    for edge in row_of(problem.spec, problem.lists, token, kv_head):
+    listed = head if spec.lists is ListsPer.QUERY_HEAD else kv_head
+    for edge in row_of(problem.spec, problem.lists, token, listed):
         q, k = leaves.q[token, head], leaves.k_read[request][edge.t, kv_head]
         if spec.rope:
             q, k = turned(q, edge.query, spec.rope), turned(k, edge.key, spec.rope)

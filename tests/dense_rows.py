@@ -12,6 +12,7 @@ from sacts.reference.spec import (
     CandidateKind,
     CausalRule,
     EmptyRowRule,
+    ListsPer,
     RelativeBuckets,
     RoPE,
     RopeLayout,
@@ -37,10 +38,11 @@ def position_of(spec: AttentionSpec, token: int) -> int:
     return i if spec.causal is CausalRule.TOP_LEFT else spec.seq_lens[request] - spec.qo_lens[request] + i
 
 
-def row_of(spec: AttentionSpec, lists: list[list[int]], token: int, kv_head: int) -> list[Edge]:
-    """The edges of one row after all masks and the empty-row rule."""
+def row_of(spec: AttentionSpec, lists: list[list[int]], token: int, head: int) -> list[Edge]:
+    """The edges of one row after all masks and the empty-row rule; `head`: the one that has the list."""
     seq_len, position = spec.seq_lens[spec.token_request[token]], position_of(spec, token)
-    row = token * spec.num_kv_heads + kv_head
+    heads = spec.num_qo_heads if spec.lists is ListsPer.QUERY_HEAD else spec.num_kv_heads
+    row = token * heads + head
     counts = Counter(lists[row])
     sequence = spec.candidate_kind is CandidateKind.SEQUENCE
     listed = [

@@ -53,6 +53,7 @@ class Target:
             int(case.page_table[row.request, 0]) == self.page
             and row.query == self.query
             and row.kv_head == self.kv_head
+            and row.qo_head in (None, self.row[1])
         )
 
     def named(self, location: Location) -> bool:
@@ -61,7 +62,7 @@ class Target:
         if location.row is None:
             return False
         token, head = location.row
-        return token == self.row[0] and head // spec.group_size == self.kv_head
+        return spec.row_of(token, head) == spec.row_of(*self.row)
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,9 @@ class Looped:
         spec = case.spec
         for row in range(spec.num_rows):
             keys = self.keys(case, row, list(_keys(case, row)))
-            token, kv_head = divmod(row, spec.num_kv_heads)
-            for g in range(spec.group_size):
-                head = kv_head * spec.group_size + g
+            token, first = divmod(row, spec.list_heads)
+            for g in range(spec.heads_per_list):
+                head = first * spec.heads_per_list + g
                 out, lse = self._row(case, row, case.q[token, head].float(), keys)
                 case.out[token, head] = out.to(case.out.dtype)
                 case.lse[token, head] = lse
@@ -150,7 +151,7 @@ class Looped:
 
 def _keys(case: Case, row: int) -> Iterator[Key]:
     spec = case.spec
-    r, position = spec.row(row), spec.token_position[row // spec.num_kv_heads]
+    r, position = spec.row(row), spec.token_position[row // spec.list_heads]
     for entry in case.kv_indices[case.kv_indptr[row] : case.kv_indptr[row + 1]].tolist():
         for t in range(entry * spec.block_size, (entry + 1) * spec.block_size):
             seen = t < spec.seq_lens[r.request] and _visible(spec, position, t)
@@ -196,10 +197,10 @@ def target(problem: Problem, random: Random, edges: int = 2, tiles: int = 1) -> 
     """A random candidate row with so many edges and tiles, if there is one."""
     spec, found = problem.spec, []
     for index in range(spec.num_rows):
-        row, token = spec.row(index), index // spec.num_kv_heads
+        row, token = spec.row(index), index // spec.list_heads
         if not spec.seq_lens[row.request]:
             continue
-        head = row.kv_head * spec.group_size
+        head = index % spec.list_heads * spec.heads_per_list
         mine = walk(problem, token, head, problem.hints)
         if len(mine) >= edges and mine.num_tiles >= tiles:
             page = int(problem.table.table[row.request, 0])
@@ -634,10 +635,10 @@ def heads_exchanged(problem: Problem, random: Random) -> Seeded | None:
     a, b = random.sample(range(problem.spec.num_qo_heads), 2)
 
     def result(case: Case) -> None:
-        for row in range(0, case.spec.num_rows, case.spec.num_kv_heads):
+        for row in range(0, case.spec.num_rows, case.spec.list_heads):
             r = case.spec.row(row)
             if int(case.page_table[r.request, 0]) == where.page and r.query == where.query:
-                token = row // case.spec.num_kv_heads
+                token = row // case.spec.list_heads
                 for x in (case.out, case.lse):
                     x[token, [a, b]] = x[token, [b, a]].clone()
 
@@ -682,7 +683,7 @@ def lse_of_one_row(problem: Problem, random: Random) -> Seeded | None:
     def result(case: Case) -> None:
         for row in range(case.spec.num_rows):
             if where.is_row(case, row):
-                case.lse[row // case.spec.num_kv_heads, where.row[1]] += 0.5
+                case.lse[row // case.spec.list_heads, where.row[1]] += 0.5
 
     def right(found: Location) -> bool:
         return found.row == where.row and found.finding.gate == "lse"

@@ -30,6 +30,7 @@ from sacts.reference.spec import (
     Epilogue,
     EpilogueKind,
     Hints,
+    ListsPer,
     Nonlinearity,
     RelativeBuckets,
     RoPE,
@@ -103,6 +104,7 @@ SPECS = {
         dropout=Dropout(0.5, 3),
         window_left=100,
     ),
+    "lists of query heads": replace(BASE, lists=ListsPer.QUERY_HEAD),
 }
 ARITHMETICS = {
     "fp32": (DType.FP32, Arithmetic(p=DType.FP32, out=DType.FP32)),
@@ -203,7 +205,7 @@ def problem_of(spec: AttentionSpec, seed: int, size: float) -> Problem:
     )
     lists = []
     for request, position in zip(spec.token_request, spec.token_position, strict=True):
-        for _ in range(spec.num_kv_heads):
+        for _ in range(spec.num_qo_heads if spec.lists is ListsPer.QUERY_HEAD else spec.num_kv_heads):
             seen = max(0, min(spec.seq_lens[request], position + 1))
             chosen = random.permutation(seen)[: int(random.integers(0, seen + 1))].tolist()
             if spec.candidate_kind is CandidateKind.MULTISET:

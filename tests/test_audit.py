@@ -48,12 +48,15 @@ class Entry:
     cells: tuple[str, ...] = ()
 
 
-OWN_CELLS = tuple(dict.fromkeys(cell for fault in CATALOGUE.values() for cell in fault.cells))
+OWN_CELLS = tuple(dict.fromkeys(cell for fault in faults.catalogue().values() for cell in fault.cells))
+MODEL = "sacts.kernels_under_test.emulation.adapter:Adapter"
+MODEL_CELLS = tuple(dict.fromkeys(cell for fault in faults.model_catalogue().values() for cell in fault.cells))
 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
     bare = [Entry("triton", "triton"), Entry("triton", "triton", cells=OWN_CELLS)]
+    bare.append(Entry("model", MODEL, cells=MODEL_CELLS))
     selection = Selection(CELLS, [], processes=2, limits=Limits(10.0, 30.0))
     return judged([*bare, *CATALOGUE.values()], selection, Console(quiet=True))
 
@@ -69,6 +72,9 @@ def test_the_unpatched_backend_raises_nothing(records: list[Record]) -> None:
     mine = [record for record in records if record.adapter == "triton"]
     assert sorted(record.cell for record in mine) == sorted([*OWN_CELLS, *(cell.id for cell in tiers.load(CELLS))])
     assert {record.verdict for record in mine} == {Verdict.PASS}
+    model = [record for record in records if record.adapter == MODEL]
+    assert sorted(record.cell for record in model) == sorted(MODEL_CELLS)
+    assert {record.verdict for record in model} == {Verdict.PASS}
 
 
 def test_every_gate_has_a_fault_that_it_catches(records: list[Record]) -> None:

@@ -43,7 +43,7 @@ def test_only_attended_slots_are_needed(cell: str) -> None:
     rows, t, _ = edges(found.spec, found.candidates)
     slots = set()
     for row, position in zip(rows.tolist(), t.tolist(), strict=True):
-        request, _, head = found.spec.row(row)
+        request, _, head, _ = found.spec.row(row)
         page, offset = divmod(position, found.spec.page_size)
         slots.add((int(np.searchsorted(found.pages, found.table.table[request, page])), offset, head))
     assert slots == set(map(tuple, np.argwhere(found.needed).tolist()))

@@ -89,7 +89,7 @@ def test_an_illegal_entry_is_named_by_request_row_entry_and_value(
     (found,) = error.entries
     assert found[:4] == (severity, spec.row(row), entry, entries[entry])
     assert reason in found.reason
-    request, query, kv_head = spec.row(row)
+    request, query, kv_head, _ = spec.row(row)
     assert request == 1
     for words in (f"request {request}", f"query {query}", f"KV head {kv_head}", f"entry {entry}", str(entries[entry])):
         assert words in str(error)

@@ -70,8 +70,8 @@ def test_without_its_window_the_skeleton_fails_as_the_tour_shows(tmp_path: Path)
 
 
 def test_the_readme_counts_the_catalogue() -> None:
-    backward = len(audited()) - len(catalogue())
-    assert f"seeds {len(catalogue())} faults into the bundled kernels and {backward} into the backward" in README
+    modelled = len(audited()) - len(catalogue())
+    assert f"seeds {len(catalogue())} faults into the bundled kernels and {modelled} into a modelled one" in README
 
 
 def rows_of(heading: str) -> set[str]:

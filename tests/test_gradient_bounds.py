@@ -74,7 +74,7 @@ class Found(NamedTuple):
 def run(problem: Problem, call: Call, how: Arithmetic, package: str = MODEL, order: int = 0) -> Found:
     spec, rows, backward = problem.spec, problem.rows(how, package), importlib.import_module(f"{package}.backward")
     d_out, d_lse, out, lse = (
-        torch.from_numpy(x).float().reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in call
+        torch.from_numpy(x).float().reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:]) for x in call
     )
     found = backward.backward(spec, rows, backward.Saved(out, lse), d_out, d_lse, how)
     caches = problem.inputs.k.data.shape, problem.inputs.v.data.shape
@@ -180,7 +180,7 @@ def in_another_order(problem: Problem, call: Call, how: Arithmetic, order: int, 
     """As a kernel adds whose tiles of keys, and rows, add to memory one by one, as it happens."""
     spec, rows, random = problem.spec, problem.rows(how), torch.Generator().manual_seed(order)
     d_out, d_lse, out, lse = (
-        torch.from_numpy(x).float().reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in call
+        torch.from_numpy(x).float().reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:]) for x in call
     )
     width = rows.edge.shape[1]
     parts = []

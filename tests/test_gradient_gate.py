@@ -69,6 +69,7 @@ PLACES = {
     "weights_without_the_sink": rf"every edge of {ROW} counts .* as with another lse",
     "backward_without_alibi": rf"the edge of {ROW} counts .* times",
     "backward_without_buckets": rf"the edge of {ROW} counts .* times",
+    "keys_of_the_first_list_only": r"edge of request \d, query \d, head [13] (is missing|counts 0 times)",
     "backward_k_rounded_twice": r"d_q \(request \d, .*, channel \d+\) is .*every edge of the row is right",
     "backward_first_head_only": rf"every edge of {ROW} counts 0 times",
     "d_s_in_half_of_its_bits": rf"d_k {KEY}: the edge of {ROW} counts \d\.\d+ times",
@@ -77,7 +78,7 @@ PLACES = {
 
 def problem_of(cell: str, spec_name: str = "plain") -> Problem:
     """The problem of a cell, with the terms of a spec that no cell asks for yet."""
-    problem = build(parse(cell))
+    problem = build(replace(parse(cell), lists=SPECS[spec_name].lists.value))
     terms = {name: getattr(SPECS[spec_name], name) for name in TERMS}
     terms = {name: value for name, value in terms.items() if value != getattr(BASE, name)}
     if "dropout" in terms:
@@ -107,7 +108,7 @@ def emulation(how: dict[str, Any]) -> Adapter:
     return Adapter({dtype: Arithmetic(**{"p": dtype} | how | {"out": dtype}) for dtype in DType})
 
 
-@pytest.mark.parametrize("spec_name", ["plain", "RoPE", "soft cap", "ALiBi", "sink", "dropout"])
+@pytest.mark.parametrize("spec_name", ["plain", "RoPE", "soft cap", "ALiBi", "sink", "dropout", "lists of query heads"])
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("how", ARITHMETICS.values(), ids=ARITHMETICS)
 def test_a_right_backward_passes(how: dict[str, Any], dtype: DType, spec_name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Spoilt(Adapter):
         right = super().backward(case, saved, d_out, d_lse)
         right = Gradients(*(x.clone() for x in (right.d_q, right.d_k, right.d_v)))
         rows = rows_of(case)
-        at = token * spec.num_kv_heads + head // spec.group_size
+        at = spec.row_of(token, head)
         order = torch.argsort(torch.where(rows.edge[at], rows.key_position[at], 10**9))
         key = int(order[self.seed.key])
         edge = torch.zeros_like(rows.edge)
@@ -76,7 +77,7 @@ class Spoilt(Adapter):
         some = torch.zeros(d_out.shape[:2])
         some[token, head] = 1.0
         given = (saved.out, saved.lse, d_out * some[..., None], (d_lse if d_lse is not None else 0) * some)
-        out, lse, d_o, d_l = (x.float().reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in given)
+        out, lse, d_o, d_l = (x.float().reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:]) for x in given)
         how = self.arithmetic[spec.dtype]
         share = model.backward(spec, rows._replace(edge=edge), model.Saved(out, lse), d_o, d_l, how)
         part = {"d_q": by_token(spec, share.d_q), "d_k": share.d_k, "d_v": share.d_v}[self.seed.output]
@@ -108,8 +109,8 @@ def seeds_of(problem: Problem, number: int) -> list[Seed]:
     for output in ("d_q", "d_k", "d_v"):
         for times in (0, 2):
             chosen = int(random.choice(some))
-            token, kv_head = divmod(chosen, spec.num_kv_heads)
-            head = kv_head * spec.group_size + int(random.integers(spec.group_size))
+            token, first = divmod(chosen, spec.list_heads)
+            head = first * spec.heads_per_list + int(random.integers(spec.heads_per_list))
             found.append(Seed((token, head), int(random.integers(counts[chosen])), output, times))
     return found
 
@@ -117,7 +118,7 @@ def seeds_of(problem: Problem, number: int) -> list[Seed]:
 def slot_of(problem: Problem, seed: Seed) -> tuple[int, int, int]:
     spec, (token, head) = problem.spec, seed.row
     row, t, _ = edges(spec, problem.candidates)
-    mine = np.sort(t[row == token * spec.num_kv_heads + head // spec.group_size])[seed.key]
+    mine = np.sort(t[row == spec.row_of(token, head)])[seed.key]
     page, offset = divmod(int(mine), spec.page_size)
     physical = problem.table.table[spec.token_request[token], page]
     return int(np.searchsorted(problem.pages, physical)), offset, head // spec.group_size
@@ -129,10 +130,10 @@ def located(cell: str, seed: Seed) -> GradientLocation | None:
     return locate_gradient(launcher, copy, launch_backward(launcher, copy.problem, copy.inputs, copy.call))
 
 
-def campaign(numbers: range) -> tuple[Counter[str], list[int], list[str]]:
+def campaign(numbers: range, cells: Sequence[str] = CELLS) -> tuple[Counter[str], list[int], list[str]]:
     tally, launches, wrong = Counter[str](), [], []
     for number in numbers:
-        for cell in CELLS:
+        for cell in cells:
             problem = build(parse(cell))
             for seed in seeds_of(problem, number):
                 found = located(cell, seed)

@@ -81,15 +81,15 @@ def bounds(problem: Problem, inputs: Inputs, numerics: Numerics, rows: Ints | No
     spec, lengths = problem.spec, sample.row_lengths(problem)
     order = sample.by_priority(problem, lengths)
     order = order if rows is None else order[np.isin(order, rows)]
-    cost = np.full(spec.num_rows, spec.group_size)
+    cost = np.full(spec.num_rows, spec.heads_per_list)
     bounded = sample.affordable(order, cost, BOUNDED_ROWS)
-    cost = spec.group_size * lengths * spec.head_dim_vo**2
+    cost = spec.heads_per_list * lengths * spec.head_dim_vo**2
     filtered = sample.affordable(order[np.isin(order, bounded)], cost, FILTER_WORK)
     chosen = np.zeros(spec.num_rows, bool)
     chosen[bounded] = True
     where = inputs, problem.table, problem.candidates
     made = [row for row in generic_rows(spec, *where, numerics, chosen) if row.trusted]
-    places = np.array([row.token * spec.num_kv_heads + row.head // spec.group_size for row in made], np.int64)
+    places = np.array([spec.row_of(row.token, row.head) for row in made], np.int64)
     samples = {
         str(gate): sample.told(some, len(order))
         for gate, some in ((Gate.SHARP, bounded), (Gate.CANDIDATE, filtered))

@@ -68,7 +68,7 @@ def _entries(problem: Problem, row: int, found: Ints) -> str:
 def _slots(problem: Problem, row: int, entries: Ints, slots: Ints) -> str:
     spec = problem.spec
     t = entries * spec.block_size
-    table = problem.table.table[spec.token_request[row // spec.num_kv_heads]]
+    table = problem.table.table[spec.token_request[row // spec.list_heads]]
     right = table[t // spec.page_size] * spec.page_size + t % spec.page_size
     wrong = np.flatnonzero(slots != right)
     if not len(wrong):

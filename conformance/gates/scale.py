@@ -38,7 +38,7 @@ def _explanation(copy: Copy, seen: Observed, worst: Worst) -> str:
         return ""
     spec, token = copy.problem.spec, worst.token
     tokens = slice(token, token + 1)
-    row = sample.only(copy.problem, np.arange(token * spec.num_kv_heads, (token + 1) * spec.num_kv_heads))
+    row = sample.only(copy.problem, np.arange(token * spec.list_heads, (token + 1) * spec.list_heads))
     live = np.flatnonzero(row.needed.any(axis=(1, 2)))[:PAGES]
     best, nearest = "", ALIKE * _apart(copy, seen, copy.expected.out, tokens)
     for wrong in mistakes(row):

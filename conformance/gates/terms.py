@@ -104,7 +104,7 @@ def _by_raw_place(problem: Problem, inputs: Inputs) -> Iterator[_Wrong]:
     spec = problem.spec
     if spec.candidate_kind is not CandidateKind.SET or spec.block_size > 1 or problem.candidates.duplicates:
         return
-    ordinals = tuple(t for t in spec.token_position for _ in range(spec.num_kv_heads))
+    ordinals = tuple(t for t in spec.token_position for _ in range(spec.list_heads))
     placed = replace(spec, candidate_kind=CandidateKind.SEQUENCE, query_ordinals=ordinals)
     lists = validate(placed, problem.raw, problem.table, sentinels=(PADDING,))
     yield _Wrong("RoPE turned keys by their place in the raw list", placed, inputs, lists)
@@ -122,10 +122,10 @@ def _of_rope(spec: AttentionSpec) -> Iterator[tuple[str, AttentionSpec]]:
     if spec.candidate_kind is CandidateKind.SET:
         by_place = replace(spec, candidate_kind=CandidateKind.SEQUENCE)
         yield "RoPE turned keys and query by their place among those of the row", by_place
-        own = replace(by_place, query_ordinals=tuple(t for t in spec.token_position for _ in range(spec.num_kv_heads)))
+        own = replace(by_place, query_ordinals=tuple(t for t in spec.token_position for _ in range(spec.list_heads)))
         yield "RoPE turned keys by their place among those of the row", own
     elif spec.candidate_kind is CandidateKind.SEQUENCE:
-        ordinals = tuple(t for t in spec.token_position for _ in range(spec.num_kv_heads))
+        ordinals = tuple(t for t in spec.token_position for _ in range(spec.list_heads))
         yield "RoPE turned queries by their logical position", replace(spec, query_ordinals=ordinals)
 
 

@@ -139,13 +139,13 @@ def _find(
 def _key(copy: Copy, worst: Worst, index: int) -> str:
     """A key of the witness row: token, logical and physical page."""
     assert copy.witness is not None
-    kv_head = copy.witness.lanes[worst.head].kv_head
-    row, spec = copy.witness.rows[kv_head], copy.problem.spec
+    lane = copy.witness.lanes[worst.head]
+    row, spec = copy.witness.rows[lane.row], copy.problem.spec
     token = int(row.t[index])
     physical = int(copy.problem.pages[row.page[index]])
     return (
         f"token {token} (logical page {token // spec.page_size} -> physical page {physical} offset "
-        f"{token % spec.page_size}, KV head {kv_head})"
+        f"{token % spec.page_size}, KV head {lane.kv_head})"
     )
 
 
@@ -153,7 +153,7 @@ def _looks_like(copy: Copy, observed: Observed, worst: Worst) -> int | None:
     """The key, by its place in the row, whose value out is; None where it is no other key's."""
     assert copy.witness is not None
     lane = copy.witness.lanes[worst.head]
-    values, out = copy.witness.values[lane.kv_head], observed.out[worst.token, worst.head]
+    values, out = copy.witness.values[lane.row], observed.out[worst.token, worst.head]
     if not np.isfinite(out).all():
         return None
     far = np.abs(values - out).max(axis=-1)
@@ -173,7 +173,7 @@ def _selected(copy: Copy, observed: Observed, worst: Worst) -> str:
     """Which key's value out looks like."""
     assert copy.witness is not None
     lane = copy.witness.lanes[worst.head]
-    values, out = copy.witness.values[lane.kv_head], observed.out[worst.token, worst.head]
+    values, out = copy.witness.values[lane.row], observed.out[worst.token, worst.head]
     right = f"{_key(copy, worst, lane.target)} carries all the mass"
     if not np.isfinite(out).all():
         return f"{right}, out is not finite"
@@ -193,9 +193,9 @@ def _rise(copy: Copy, observed: Observed, worst: Worst) -> str:
     """The rise whose missing rescale explains out best."""
     assert copy.witness is not None
     lane = copy.witness.lanes[worst.head]
-    levels = (copy.witness.cliffs if lane.probe == "cliff" else copy.witness.stairs)[lane.kv_head]
+    levels = (copy.witness.cliffs if lane.probe == "cliff" else copy.witness.stairs)[lane.row]
     assert levels is not None
-    row, values = copy.witness.rows[lane.kv_head], copy.witness.values[lane.kv_head]
+    row, values = copy.witness.rows[lane.row], copy.witness.values[lane.row]
     weights = 2.0**-levels.level
     weights /= weights.sum()
     error = observed.out[worst.token, worst.head] - copy.expected.out[worst.token, worst.head]
@@ -215,7 +215,7 @@ def _teeth(copy: Copy, observed: Observed, worst: Worst) -> str:
     """The keys whose weights the channel shows."""
     assert copy.witness is not None
     lane = copy.witness.lanes[worst.head]
-    keys = np.flatnonzero(copy.witness.values[lane.kv_head][:, worst.channel])
+    keys = np.flatnonzero(copy.witness.values[lane.row][:, worst.channel])
     if not len(keys):
         return "no key has a value in this channel"
     more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""

@@ -14,6 +14,7 @@ from sacts.reports.records import Gate, Strip
 from ..build import Problem
 from ..gates.intervals import LARGEST_USE
 from .launches import Family
+from .lists import whose
 from .slots import Owner, name, owner_of
 from .tomography import Decoded
 
@@ -45,6 +46,7 @@ class Kind(StrEnum):
     SCALE = "scale"
     LAYOUT = "layout"
     INDEX = "index"
+    LIST = "list"
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,9 @@ def _of_tokens(family: Family, decoded: Decoded, found: _Found, token: int, qo_h
             chosen.sort(key=lambda i: -abs(found.observed[i] - decoded.gain * found.expected[i]))
         if chosen:
             clues.append(_clue(family, decoded, found, kind, verb, chosen, token))
+    parts = [[found.owners[i] for i in found.some(which)] for which in (missing, extra)]
+    if family.equal and not decoded.rest and (words := whose(family.problem, token, qo_head, *parts)):
+        clues.append(Clue(Kind.LIST, words, Gate.COUNT))
     return clues
 
 

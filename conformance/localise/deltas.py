@@ -33,16 +33,15 @@ def another_row(copy: GradientCopy, row: tuple[int, int]) -> tuple[int, int] | N
     """Another output row with edges, of the same KV head where there is one."""
     spec, call = copy.problem.spec, copy.call
     tokens, _, _ = edges(spec, copy.problem.candidates)
-    rows = [(int(t) // spec.num_kv_heads, int(t) % spec.num_kv_heads * spec.group_size) for t in np.unique(tokens)]
-    found = [(token, head + i) for token, head in rows for i in range(spec.group_size)]
+    rows = [(int(t) // spec.list_heads, int(t) % spec.list_heads * spec.heads_per_list) for t in np.unique(tokens)]
+    found = [(token, head + i) for token, head in rows for i in range(spec.heads_per_list)]
     return next((each for each in found if each != row and call.out[each].any()), None)
 
 
 def wrong_delta(part: GradientCopy, seen: ObservedGradients, row: tuple[int, int]) -> float | None:
     """c of dS_j - right = P_j c, read from d_k; None where that does not hold."""
     spec, (token, head), edge = part.problem.spec, row, attended_edges(part.problem, part.inputs, part.call)
-    mine = np.flatnonzero((edge.token == token) & (edge.head == head // spec.group_size))
-    at = mine, np.full(len(mine), head % spec.group_size)
+    mine, _ = at = edge.of(token, head)
     q = part.inputs.q[token, head]
     page, offset, kv_head = (x[mine] for x in edge.slot)
     d_s = seen.d_k[page, offset, kv_head] @ q / (spec.sm_scale * (q @ q))

@@ -11,7 +11,7 @@ def element_name(copy: GradientCopy, output: str, element: tuple[int, ...]) -> s
         return f"query head {element[0]}"
     if output == "d_q":
         token, head, channel = element
-        row = copy.problem.spec.row(token * copy.problem.spec.num_kv_heads)
+        row = copy.problem.spec.row(copy.problem.spec.row_of(token, head))
         return f"request {row.request}, query {row.query}, head {head}, channel {channel}"
     return f"{slot_name(copy, element[:3])}, KV head {element[2]}, channel {element[3]}"
 
@@ -30,6 +30,6 @@ def slot_name(copy: GradientCopy, slot: tuple[int, ...]) -> str:
 def row_name(copy: GradientCopy, row: tuple[int, int]) -> str:
     """An output row (token, query head)."""
     spec = copy.problem.spec
-    of = spec.row(row[0] * spec.num_kv_heads)
+    of = spec.row(spec.row_of(*row))
     request = f"request {of.request}, " if spec.num_requests > 1 else ""
     return f"{request}query {of.query}, head {row[1]}"

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sacts.reference import scores
+from sacts.reference.edges import row_kv_heads
 from sacts.reference.forward import edges
 from sacts.reports.records import Finding, Gate
 
@@ -134,13 +135,14 @@ def _attending(copy: GradientCopy, slot: tuple[int, int, int]) -> Rows:
     problem = copy.problem
     spec = problem.spec
     row, t, _ = edges(spec, problem.candidates)
-    request = np.asarray(spec.token_request, np.int64)[row // spec.num_kv_heads]
+    request = np.asarray(spec.token_request, np.int64)[row // spec.list_heads]
     logical, offset = np.divmod(t, spec.page_size)
     page = np.searchsorted(problem.pages, problem.table.table[request, logical])
-    here = (page == slot[0]) & (offset == slot[1]) & (row % spec.num_kv_heads == slot[2])
-    heads = range(slot[2] * spec.group_size, (slot[2] + 1) * spec.group_size)
-    tokens = dict.fromkeys((row[here] // spec.num_kv_heads).tolist())
-    return [(token, head) for token in tokens for head in heads]
+    here = (page == slot[0]) & (offset == slot[1]) & (row_kv_heads(spec, row) == slot[2])
+    token, first = np.divmod(list(dict.fromkeys(row[here].tolist())), spec.list_heads)
+    heads = range(spec.heads_per_list)
+    served = zip(token.tolist(), (first * spec.heads_per_list).tolist(), strict=True)
+    return [(token, first + lane) for token, first in served for lane in heads]
 
 
 def _suspect(
@@ -156,8 +158,9 @@ def _suspect(
     needed = copy.bounds.noticed(output)[slot]
     found = []
     for token, head in rows:
-        mine = here[edge.token[here] == token]
-        at = mine, np.full(len(mine), head % copy.problem.spec.group_size)
+        mine, lane = edge.of(token, head)
+        some = np.isin(mine, here)
+        at = mine[some], lane[some]
         weight, operand = (edge.p, copy.call.d_out) if output == "d_v" else (edge.d_s, copy.inputs.q)
         scale = 1.0 if output == "d_v" else copy.problem.spec.sm_scale
         part = scale * float(weight[at].sum()) * operand[token, head]
@@ -324,7 +327,7 @@ def _of_query(meter: _Meter, observed: ObservedGradients, output: str, element: 
     if not is_plain(copy.problem.spec):
         return _Blame("", row)
     edge = attended_edges(copy.problem, copy.inputs, copy.call)
-    keys = np.flatnonzero((edge.token == row[0]) & (edge.head == row[1] // copy.problem.spec.group_size))
+    keys, _ = edge.of(*row)
     while True:
         wrong, told, parts = _among(meter, edge, keys, row)
         if not len(wrong):

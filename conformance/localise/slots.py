@@ -64,7 +64,7 @@ class Walk:
 
 def row_entries(problem: Problem, token: int, qo_head: int) -> tuple[int, Ints]:
     """Index of the candidate row of one output row, and its validated entries in their order."""
-    row = token * problem.spec.num_kv_heads + qo_head // problem.spec.group_size
+    row = problem.spec.row_of(token, qo_head)
     lists = problem.candidates
     return row, lists.indices[lists.indptr[row] : lists.indptr[row + 1]]
 

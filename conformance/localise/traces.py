@@ -42,7 +42,7 @@ class Traced:
 
 def read_trace(spec: AttentionSpec, trace: Trace) -> Traced:
     """Check the shapes of a trace and bring it here. Raises ContractBroken, naming the field."""
-    rows, group = spec.num_rows, spec.group_size
+    rows, group = spec.num_rows, spec.heads_per_list
     slots, tiles = trace.tokens.shape[-1], trace.splits.shape[-1]
     shapes = {
         "tokens": (rows, slots),
@@ -115,8 +115,8 @@ class _Row:
 
     def _finding(self, gate: Gate, tile: int, words: str, head: int = 0, token: int | None = None) -> Finding:
         spec = self.spec
-        query, kv_head = divmod(self.row, spec.num_kv_heads)
-        place = place_of(spec, query, kv_head * spec.group_size + head)
+        query, first = divmod(self.row, spec.list_heads)
+        place = place_of(spec, query, first * spec.heads_per_list + head)
         where = f"tile {tile}" + (f" of split {self.splits[tile]}" if (self.splits > 0).any() else "")
         if token is not None:
             page = token // spec.page_size
@@ -166,7 +166,7 @@ class _Row:
         if self.group is None:
             return
         at, key, share = self._visits()
-        keys, heads = self.group.t.shape[1], self.spec.group_size
+        keys, heads = self.group.t.shape[1], self.spec.heads_per_list
         step = max(1, MAX_LOGITS // (keys * heads))
         for split in dict.fromkeys(self.splits[: int(self.tiles[at].max(initial=-1)) + 1].tolist()):
             so_far = np.zeros(keys)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from sacts.reference.spec import AttentionSpec, CandidateKind, EpilogueKind
+from sacts.reference.spec import AttentionSpec, CandidateKind, EpilogueKind, ListsPer
 
 POSITIONAL = frozenset({"rope", "alibi", "buckets"})
 CODECS = frozenset({"k_codec", "v_codec"})
@@ -14,12 +14,14 @@ CODECS = frozenset({"k_codec", "v_codec"})
 # select: one key must get the mass; a capped logit cannot rise so far above the others.
 # cliff, stair: logits must be whole octaves, which any other term disturbs.
 # comb: any weights do, as long as out is their sum over one-hot V.
+# Of the gradients' probes `bw_null` alone needs query heads that share a list: their d_k and d_v must cancel.
 SURVIVES = {
-    "dither": frozenset({"rope", "logits_soft_cap", "sequence", "empty_row", "k_codec"}),
-    "select": frozenset({"rope", "alibi", "buckets", "sink_logits", "multiset", "sequence", "empty_row"}),
-    "cliff": frozenset({"sequence", "empty_row"}),
-    "stair": frozenset({"sequence", "empty_row"}),
-    "comb": POSITIONAL | {"logits_soft_cap", "sink_logits", "dropout", "multiset", "sequence", "empty_row"},
+    "dither": frozenset({"rope", "logits_soft_cap", "sequence", "empty_row", "k_codec", "query_head_lists"}),
+    "select": POSITIONAL | {"sink_logits", "multiset", "sequence", "empty_row", "query_head_lists"},
+    "cliff": frozenset({"sequence", "empty_row", "query_head_lists"}),
+    "stair": frozenset({"sequence", "empty_row", "query_head_lists"}),
+    "comb": POSITIONAL
+    | {"logits_soft_cap", "sink_logits", "dropout", "multiset", "sequence", "empty_row", "query_head_lists"},
 }
 
 
@@ -41,6 +43,7 @@ def terms_of(spec: AttentionSpec) -> frozenset[str]:
             ("sequence", kind is CandidateKind.SEQUENCE),
             ("empty_row", spec.empty_row.forces),
             ("epilogue", spec.epilogue.kind is not EpilogueKind.NONE),
+            ("query_head_lists", spec.lists is ListsPer.QUERY_HEAD and spec.group_size > 1),
         )
         if there
     )

@@ -137,7 +137,7 @@ def busiest(problem: Problem) -> list[int]:
     """The requests with the most edges in the row of their last query, at most WITNESS_COPIES; none without edges."""
     spec = problem.spec
     rows, _, _ = edges(spec, problem.candidates)
-    count = np.bincount(rows // spec.num_kv_heads, minlength=spec.num_tokens)
+    count = np.bincount(rows // spec.list_heads, minlength=spec.num_tokens)
     last = {n: int(count[spec.qo_indptr[n + 1] - 1]) for n, length in enumerate(spec.qo_lens) if length}
     chosen = sorted((n for n in last if last[n]), key=lambda n: (-last[n], n))
     return chosen[:WITNESS_COPIES]

@@ -133,7 +133,7 @@ def _place(row: RowWeights) -> Array:
 def _listed(problem: Problem, row: RowWeights) -> Array:
     """The place of each key in the raw list, repeats and padding left out."""
     spec, raw = problem.spec, problem.raw
-    index = row.token * spec.num_kv_heads + row.qo_head // spec.group_size
+    index = spec.row_of(row.token, row.qo_head)
     entries = raw.indices[raw.indptr[index] : raw.indptr[index + 1]]
     tokens = (entries[entries != PADDING][:, None] * spec.block_size + np.arange(spec.block_size)).ravel()
     place = {token: at for at, token in enumerate(dict.fromkeys(tokens.tolist()))}

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sacts.reference.candidates import CandidateLists, validate
+from sacts.reference.edges import row_kv_heads
 from sacts.reference.formats import FORMATS, round_to
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.spec import AttentionSpec, CandidateKind, DType
@@ -51,12 +52,15 @@ class GradientCopy:
 
 @dataclass(frozen=True)
 class Edges:
-    """What each edge of a plain problem is: token, KV head, and its slot (live page, offset) [E]; p and d_s [E, g]."""
+    """What each edge of a plain problem is: token, KV head, and its slot (live page, offset) [E]; first [E]: the first
+    of the g query heads that its row serves; p and d_s [E, g].
+    """
 
     token: Ints
     head: Ints
     page: Ints
     offset: Ints
+    first: Ints
     p: Array
     d_s: Array
 
@@ -64,6 +68,12 @@ class Edges:
     def slot(self) -> tuple[Ints, Ints, Ints]:
         """An index into arrays [L, page_size, KV heads]."""
         return self.page, self.offset, self.head
+
+    def of(self, token: int, qo_head: int) -> tuple[Ints, Ints]:
+        """The edges of an output row, an index into p and d_s."""
+        lane = qo_head - self.first
+        mine = np.flatnonzero((self.token == token) & (lane >= 0) & (lane < self.p.shape[1]))
+        return mine, lane[mine]
 
 
 def copies(problem: Problem, backend: Backend) -> list[GradientCopy]:
@@ -126,12 +136,12 @@ def attended_edges(problem: Problem, inputs: Inputs, call: Call) -> Edges:
     """P and dS of every edge of a plain problem, in FP64."""
     spec = problem.spec
     row, t, _ = edges(spec, problem.candidates)
-    token, head = np.divmod(row, spec.num_kv_heads)
+    token, head = row // spec.list_heads, row_kv_heads(spec, row)
     logical, offset = np.divmod(t, spec.page_size)
     request = np.asarray(spec.token_request, np.int64)[token]
     page = np.searchsorted(problem.pages, problem.table.table[request, logical])
     k, v = (cache.data[page, offset, head] for cache in (inputs.k, inputs.v))
-    shape = (spec.num_rows, spec.group_size)
+    shape = (spec.num_rows, spec.heads_per_list)
     q, d_out = (x.reshape(*shape, x.shape[-1])[row] for x in (inputs.q, call.d_out))
     z = spec.sm_scale * np.einsum("egd,ed->eg", q, k)
     top = np.full(shape, -np.inf)
@@ -140,7 +150,8 @@ def attended_edges(problem: Problem, inputs: Inputs, call: Call) -> Edges:
     p /= _sums(row, p, shape)[row]
     d_p = np.einsum("egd,ed->eg", d_out, v)
     delta = _sums(row, p * d_p, shape) - call.d_lse.reshape(shape)
-    return Edges(token, head, page, offset, p, p * (d_p - delta[row]))
+    first = row % spec.list_heads * spec.heads_per_list
+    return Edges(token, head, page, offset, first, p, p * (d_p - delta[row]))
 
 
 def _sums(row: Ints, x: Array, shape: tuple[int, int]) -> Array:
@@ -182,7 +193,12 @@ def _power(counts: Ints) -> bool:
 
 
 def _in_quadruples(problem: Problem) -> bool:
-    last = _counts(problem)[-problem.spec.num_kv_heads :]
+    """Whether the query heads of a KV head share one list, so that their d_k and d_v may cancel, and it is of 4^m keys
+    or of a multiple by a power of two.
+    """
+    spec, last = problem.spec, _counts(problem)[-problem.spec.list_heads :]
+    if spec.heads_per_list < spec.group_size:
+        return False
     return bool((last > 0).any() and (last % 4 == 0).all()) and _power(last)
 
 
@@ -238,7 +254,7 @@ def _lost(problem: Problem, edge: Edges, bounds: Bounds, parts: Mapping[str, tup
     there without it, as a multiple of what is noticed.
     """
     spec, best, adds = problem.spec, np.zeros(edge.p.shape), np.zeros(edge.p.shape, bool)
-    heads = edge.head[:, None] * spec.group_size + np.arange(spec.group_size)
+    heads = edge.first[:, None] + np.arange(spec.heads_per_list)
     for output, (weight, operand) in parts.items():
         noticed = bounds.noticed(output)
         at_slot, at_row = edge.slot, (edge.token[:, None], heads)
@@ -282,7 +298,7 @@ def _const(problem: Problem, backend: Backend) -> GradientCopy:
     edge = attended_edges(problem, inputs, call)
     missing = replace(edge, d_s=edge.p * (d_out[edge.token, 0] * row).sum(axis=-1)[:, None])
     parts = _products(problem, inputs, missing, "d_k")
-    margin = _lost(problem, missing, bounds, parts)[edge.token.repeat(spec.group_size) == spec.num_tokens - 1]
+    margin = _lost(problem, missing, bounds, parts)[edge.token.repeat(spec.heads_per_list) == spec.num_tokens - 1]
     best = np.array([margin.max(initial=0.0)]) if len(margin) else margin
     return GradientCopy(problem, inputs, call, bounds, {"bw_const": OUTPUTS}, {"bw_const": best})
 

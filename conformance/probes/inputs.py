@@ -119,18 +119,22 @@ def dithered(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]
 
 
 def _dither(problem: Problem, draw: Draw, channels: int) -> Array:
-    """[L, page_size, num_kv_heads, channels]: placed for the last row of each request and KV head."""
+    """[L, page_size, num_kv_heads, channels]: placed for the last row of each request and KV head. Where several rows
+    of it read one KV head, each has its share of the channels, in turn.
+    """
     spec = problem.spec
     v = np.full((*problem.slot_request.shape, spec.num_kv_heads, channels), dither.UNATTENDED)
     v[problem.needed] = 1.0
     rows, t, _ = edges(spec, problem.candidates)
     longest = int(np.bincount(rows).max(initial=1))
     for request, length in enumerate(spec.qo_lens):
-        for head in range(spec.num_kv_heads) if length else ():
-            row = (spec.qo_indptr[request + 1] - 1) * spec.num_kv_heads + head
+        for head in range(spec.list_heads) if length else ():
+            row = (spec.qo_indptr[request + 1] - 1) * spec.list_heads + head
             page, offset = np.divmod(t[rows == row], spec.page_size)
             live = np.searchsorted(problem.pages, problem.table.table[request, page])
-            v[live, offset, head] = dither.values(len(page), longest, channels, spec.dtype, draw)
+            own = np.arange(head % spec.lists_per_kv_head, channels, spec.lists_per_kv_head)
+            at = live[:, None], offset[:, None], head // spec.lists_per_kv_head, own
+            v[at] = dither.values(len(page), longest, len(own), spec.dtype, draw)
     return v
 
 

@@ -102,7 +102,7 @@ def of_witness(made: Witness, expected: Expected) -> dict[str, Array]:
 
 def _of_select(made: Witness, lane: Lane, row: RowWeights, needed: Array) -> float:
     """Another key's value in place of the selected one's, as far as that has the mass."""
-    values = made.values[lane.kv_head]
+    values = made.values[lane.row]
     mass = (row.w * row.repeats).max(initial=0.0)
     moved = mass * np.abs(np.delete(values, lane.target, axis=0) - values[lane.target])
     return float((moved / needed).max(axis=-1).min(initial=CERTAIN))
@@ -110,11 +110,11 @@ def _of_select(made: Witness, lane: Lane, row: RowWeights, needed: Array) -> flo
 
 def _of_stair(made: Witness, lane: Lane, row: RowWeights, needed: Array) -> float:
     """One rescale left out of the accumulator."""
-    levels = (made.stairs if lane.probe == "stair" else made.cliffs)[lane.kv_head]
+    levels = (made.stairs if lane.probe == "stair" else made.cliffs)[lane.row]
     assert levels is not None
     quarter = made.problem.spec.head_dim_vo // 4
     start = made.problem.spec.head_dim_vo // 2 + (0 if lane.probe == "stair" else quarter)
-    moved = stairs.unscaled(levels, made.rows[lane.kv_head])
+    moved = stairs.unscaled(levels, made.rows[lane.row])
     return float((moved / needed[start : start + moved.shape[1]]).max(axis=-1).min(initial=CERTAIN))
 
 

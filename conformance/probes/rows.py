@@ -39,13 +39,13 @@ class RowSlots:
 
 
 def last_rows(problem: Problem) -> list[RowSlots]:
-    """The row of the last query token, for each KV head."""
+    """The rows of the last query token: for each KV head, or for each query head where these have lists."""
     spec = problem.spec
     token = spec.num_tokens - 1
     request = spec.token_request[token]
     every = attended(spec, problem.candidates)
     found = []
-    for row in range(token * spec.num_kv_heads, spec.num_rows):
+    for row in range(token * spec.list_heads, spec.num_rows):
         mine = np.flatnonzero(every.row == row)
         entries = problem.candidates.indices[problem.candidates.indptr[row] : problem.candidates.indptr[row + 1]]
         if spec.candidate_kind is CandidateKind.SEQUENCE:

@@ -46,11 +46,11 @@ def row_weights(problem: Problem, inputs: Inputs, token: int | None = None) -> I
     for group in groups(spec, inputs, problem.table, problem.candidates):
         rows, factors = evaluate(spec, group), kept(spec, group)
         for b, r in np.ndindex(*group.rows.shape):
-            row_token = int(group.rows[b, r]) // spec.num_kv_heads
+            row_token = int(group.rows[b, r]) // spec.list_heads
             if token not in (None, row_token):
                 continue
             mine = group.edge[b, r]
-            for g in range(spec.group_size) if mine.any() else ():
+            for g in range(spec.heads_per_list) if mine.any() else ():
                 count = group.counts[b, r, mine]
                 w = np.exp(group.z[b, r, g, mine] - rows.lse[b, r, g]) / count
                 factor = np.ones(len(w)) if factors is None else factors[b, r, g, mine]

@@ -60,7 +60,7 @@ class Adapter:
         """Gradients of all rows at once, added up slot by slot in FP32, then rounded."""
         spec, rows, arithmetic = case.spec, self._rows(case), self.arithmetic[case.spec.dtype]
         given = (saved.out, saved.lse, d_out, torch.zeros_like(saved.lse) if d_lse is None else d_lse)
-        out, lse, d_o, d_l = (x.float().reshape(spec.num_rows, spec.group_size, *x.shape[2:]) for x in given)
+        out, lse, d_o, d_l = (x.float().reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:]) for x in given)
         found = model.backward(spec, rows, model.Saved(out, lse), d_o, d_l, arithmetic)
         made = case.gradients
         assert made is not None

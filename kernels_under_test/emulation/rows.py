@@ -22,9 +22,10 @@ def rows_of(case: Case, k: Coded | None = None, v: Coded | None = None, reconstr
     padded = [keys + [(0, 0, 0)] * (width - len(keys)) for keys, _ in lists]
     t, count, ordinal = torch.tensor(padded, dtype=torch.long).reshape(spec.num_rows, width, 3).unbind(-1)
     edge = count > 0
-    request = torch.tensor(spec.token_request, dtype=torch.long).repeat_interleave(spec.num_kv_heads)
-    position = torch.tensor(spec.token_position, dtype=torch.long).repeat_interleave(spec.num_kv_heads)
-    head = torch.arange(spec.num_rows) % spec.num_kv_heads
+    request = torch.tensor(spec.token_request, dtype=torch.long).repeat_interleave(spec.list_heads)
+    position = torch.tensor(spec.token_position, dtype=torch.long).repeat_interleave(spec.list_heads)
+    of = torch.arange(spec.num_rows) % spec.list_heads
+    head = of // spec.lists_per_kv_head
     page = torch.where(edge, case.page_table.long()[request[:, None], t // spec.page_size], 0)
     offset = torch.where(edge, t % spec.page_size, 0)
     at = page, offset, head[:, None].expand_as(page)
@@ -40,7 +41,7 @@ def rows_of(case: Case, k: Coded | None = None, v: Coded | None = None, reconstr
         spec.dropout.request_uids if spec.dropout and spec.dropout.request_uids else range(spec.num_requests)
     )
     return Rows(
-        q=case.q.float().reshape(spec.num_rows, spec.group_size, spec.head_dim_qk),
+        q=case.q.float().reshape(spec.num_rows, spec.heads_per_list, spec.head_dim_qk),
         k=keys,
         v=values,
         edge=edge,
@@ -48,7 +49,7 @@ def rows_of(case: Case, k: Coded | None = None, v: Coded | None = None, reconstr
         key_position=ordinal if sequence else t,
         query_position=torch.tensor([query for _, query in lists]) if sequence else position,
         dropout_query=position,
-        qo_head=head[:, None] * spec.group_size + torch.arange(spec.group_size),
+        qo_head=of[:, None] * spec.heads_per_list + torch.arange(spec.heads_per_list),
         uid=uids[request],
         slot=(page * spec.page_size + offset) * spec.num_kv_heads + head[:, None],
         token=t,
@@ -59,7 +60,7 @@ def _attended(case: Case, index: int) -> tuple[list[tuple[int, int, int]], int]:
     """(token, count, ordinal) of each edge of a row, and the query's ordinal."""
     spec = case.spec
     row = spec.row(index)
-    seq_len, position = spec.seq_lens[row.request], spec.token_position[index // spec.num_kv_heads]
+    seq_len, position = spec.seq_lens[row.request], spec.token_position[index // spec.list_heads]
     entries = case.kv_indices[case.kv_indptr[index] : case.kv_indptr[index + 1]].tolist()
     tokens = [
         token

@@ -92,7 +92,7 @@ def catalogue() -> dict[str, Fault]:
 @cache
 def model_catalogue() -> dict[str, ModelFault]:
     """All faults seeded in the emulation, by name."""
-    lists = ("outputs", "gates")
+    lists = ("outputs", "gates", "cells")
     faults = [
         ModelFault(**entry | {name: tuple(entry[name]) for name in lists if name in entry})
         for entry in _entries("model.toml")

@@ -85,6 +85,7 @@ class Adapter:
                 not INTERPRETED and spec.rope and _padded(spec.head_dim_qk) > LARGEST_TURNED,
                 f"not yet: rope over head_dim_qk above {LARGEST_TURNED} on a GPU",
             ),
+            (spec.heads_per_list < spec.group_size, "not yet: candidate lists per query head"),
             (spec.epilogue.kind is EpilogueKind.GATE, "not yet: epilogue gate"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
             (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
