@@ -22,7 +22,8 @@ from sacts.reference.spec import Hints
 from . import tensors
 from .adapter import Backend, Capabilities, Case, Gradients, KVLayout, LseBase, Saved
 from .build import Problem
-from .launch import CLEAN, ContractBroken, Launched, Launcher, Surroundings
+from .contract import CLEAN, ContractBroken, Launched, Surroundings
+from .launch import Launcher
 
 Array = NDArray[np.float64]
 

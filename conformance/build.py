@@ -6,7 +6,6 @@ The seed is the cell's id and the replicate, nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +19,6 @@ from sacts.reference.forward import Inputs, edges
 from sacts.reference.paging import PagedCache, PageTable
 from sacts.reference.spec import (
     AttentionSpec,
-    CandidateKind,
     CausalRule,
     DType,
     EmptyRowRule,
@@ -31,17 +29,13 @@ from sacts.reference.spec import (
     Row,
     Schedule,
 )
-from sacts.reference.tiers import smallest_tier
 
 from .adapter import PADDING
 from .codes import Scales, scales_of
 from .draw import Array, Draw, Ints
+from .lists import raw_lists
+from .page_maps import PAGE_MAPS, page_count
 from .terms import terms_of
-
-WINDOW, SINKS = 16, 4  # of the pattern `union`
-HOT = 16  # entries that every row names, of the pattern `hot`
-STALE_COLUMNS = 2  # page-table columns beyond the longest request
-EXAMPLE_TOKENS, EXAMPLE_PAGES = (1, 2, 63, 64, 65, 127), (41, 7)
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class Problem:
         """Logical position of each slot in one request, -1 where the page is not the request's: [L, page_size]."""
         spec = self.spec
         position = np.full(self.slot_request.shape, -1, np.int64)
-        count = _page_count(spec.seq_lens[request], spec.page_size)
+        count = page_count(spec.seq_lens[request], spec.page_size)
         live = np.searchsorted(self.pages, self.table.table[request, :count])
         position[live] = np.arange(count * spec.page_size).reshape(count, spec.page_size)
         return position
@@ -143,7 +137,7 @@ def build(
         **terms_of(cell, Draw(cell.id, replicate, "terms")),
     )
     draw = Draw(cell.id, replicate, "layout")
-    table, pages = _PAGE_MAPS[cell.map](spec, draw)
+    table, pages = PAGE_MAPS[cell.map](spec, draw)
     hints = Hints(
         num_splits=cell.splits,
         kv_tile=cell.tile,
@@ -152,7 +146,7 @@ def build(
         route=Route(cell.route),
         reduction=Reduction(cell.reduction),
     )
-    return _assembled(cell, replicate, spec, hints, table, pages, _FORMATS[cell.format](_raw_lists(cell, spec, draw)))
+    return _assembled(cell, replicate, spec, hints, table, pages, raw_lists(cell, spec, draw))
 
 
 def last_query(problem: Problem, request: int, *purpose: object) -> Problem:
@@ -176,7 +170,7 @@ def last_query(problem: Problem, request: int, *purpose: object) -> Problem:
         query_ordinals=spec.query_ordinals[rows],
         dropout=dropout,
     )
-    table, pages = _PAGE_MAPS[problem.cell.map](alone, problem.draw("pages", *purpose))
+    table, pages = PAGE_MAPS[problem.cell.map](alone, problem.draw("pages", *purpose))
     indptr = problem.raw.indptr[rows.start : rows.stop + 1]
     raw = CandidateLists(indptr - indptr[0], problem.raw.indices[indptr[0] : indptr[-1]])
     return _assembled(problem.cell, problem.replicate, alone, problem.hints, table, pages, raw)
@@ -188,7 +182,7 @@ def _assembled(
     slot_request = np.full((len(pages), spec.page_size), -1, np.int64)
     slot_token = np.zeros_like(slot_request)
     for request, seq_len in enumerate(spec.seq_lens):
-        for page in range(_page_count(seq_len, spec.page_size)):
+        for page in range(page_count(seq_len, spec.page_size)):
             live = np.searchsorted(pages, table.table[request, page])
             slot_request[live] = request
             slot_token[live] = page * spec.page_size + np.arange(spec.page_size)
@@ -209,216 +203,3 @@ def _assembled(
         slot_token=slot_token,
         **scales,
     )
-
-
-# --- pages
-
-
-def _page_count(seq_len: int, page_size: int) -> int:
-    return -(-seq_len // page_size)
-
-
-def _table(spec: AttentionSpec, pages: Ints, num_pages: int, decoys: Ints) -> tuple[PageTable, Ints]:
-    """Deal `pages` to the requests in turn; decoys hold data that belongs to nobody."""
-    counts = [_page_count(seq_len, spec.page_size) for seq_len in spec.seq_lens]
-    return _assemble(spec, np.split(pages, np.cumsum(counts)[:-1]), num_pages, np.union1d(pages, decoys))
-
-
-def _assemble(spec: AttentionSpec, dealt: list[Ints], num_pages: int, live: Ints) -> tuple[PageTable, Ints]:
-    """A table of these pages, and the live pages. Columns beyond a request's pages are stale: live pages of others."""
-    table = np.empty((spec.num_requests, max(map(len, dealt)) + STALE_COLUMNS), np.int64)
-    for request, mine in enumerate(dealt):
-        table[request] = np.resize(np.setdiff1d(live, mine)[::-1], table.shape[1])
-        table[request, : len(mine)] = mine
-    owned = tuple(frozenset(mine.tolist()) for mine in dealt)
-    return PageTable(table, spec.page_size, num_pages, owned), live
-
-
-def _total_pages(spec: AttentionSpec) -> int:
-    return sum(_page_count(seq_len, spec.page_size) for seq_len in spec.seq_lens)
-
-
-def _random_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
-    total = _total_pages(spec)
-    num_pages = total + total // 2 + 3
-    order = 1 + draw.permutation(num_pages - 1)  # page 0 belongs to nobody, as in most pools
-    return _table(spec, order[:total], num_pages, np.concatenate((np.zeros(1, np.int64), order[total:])))
-
-
-def _shared_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
-    """Random pages, then the first logical pages of every request are those of request 0."""
-    table, live = _random_pages(spec, draw)
-    shared = max(1, min(seq_len // spec.page_size for seq_len in spec.seq_lens) // 2)
-    prefix = table.table[0, : min(shared, _page_count(spec.seq_lens[0], spec.page_size))]
-    dealt = []
-    for request, seq_len in enumerate(spec.seq_lens):
-        mine = table.table[request, : _page_count(seq_len, spec.page_size)].copy()
-        mine[: len(prefix)] = prefix[: len(mine)]
-        dealt.append(mine)
-    return _assemble(spec, dealt, table.num_pages, live)
-
-
-def _aliased_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
-    """Random pages, then every second whole page of a later request is the page behind it in request 0."""
-    table, live = _random_pages(spec, draw)
-    whole = [seq_len // spec.page_size for seq_len in spec.seq_lens]
-    dealt = []
-    for request, seq_len in enumerate(spec.seq_lens):
-        mine = table.table[request, : _page_count(seq_len, spec.page_size)].copy()
-        if request:
-            aliased = np.arange(0, min(whole[request], whole[0] - 1), 2)
-            mine[aliased] = table.table[0, aliased + 1]
-        dealt.append(mine)
-    return _assemble(spec, dealt, table.num_pages, live)
-
-
-def _identity_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
-    total = _total_pages(spec)
-    return _table(spec, np.arange(total), total + 2, np.arange(total, total + 2))
-
-
-def _high_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
-    total = _total_pages(spec)
-    page_elements = spec.page_size * spec.num_kv_heads * min(spec.head_dim_qk, spec.head_dim_vo)
-    first = 2**31 // page_elements + 1
-    order = first + draw.permutation(total + 4)
-    return _table(spec, order[:total], first + total + 4, np.concatenate((np.zeros(1, np.int64), order[total:])))
-
-
-def _example_pages(spec: AttentionSpec, draw: Draw) -> tuple[PageTable, Ints]:
-    pages = np.asarray(EXAMPLE_PAGES, np.int64)
-    return _table(spec, pages, 48, np.setdiff1d(np.arange(48), pages))
-
-
-_PAGE_MAPS: dict[str, Callable[[AttentionSpec, Draw], tuple[PageTable, Ints]]] = {
-    "random": _random_pages,
-    "shared": _shared_pages,
-    "alias": _aliased_pages,
-    "identity": _identity_pages,
-    "high": _high_pages,
-    "example": _example_pages,
-}
-
-# --- candidate lists
-
-
-def _scattered(n: int, draw: Draw) -> Ints:
-    return draw.permutation(n)[: -(-n // 4)]
-
-
-def _clustered(n: int, draw: Draw) -> Ints:
-    run = max(1, n // 6)
-    starts = (draw.integer(0, max(1, n // 2 - run)), draw.integer(n // 2, max(n // 2 + 1, n - run)))
-    entries = np.unique(np.concatenate([np.arange(start, start + run) for start in starts]))
-    return entries[entries < n][::-1]
-
-
-def _contiguous(n: int, draw: Draw) -> Ints:
-    run = -(-n // 4)
-    return np.arange(run) + draw.integer(0, n - run + 1)
-
-
-def _hot(n: int, draw: Draw) -> Ints:
-    hot = np.arange(min(n, HOT))
-    return np.concatenate((np.setdiff1d(draw.permutation(n)[: n // 8], hot), hot))
-
-
-def _duplicates(n: int, draw: Draw) -> Ints:
-    entries = _scattered(n, draw)
-    entries = np.concatenate((entries, entries[::3]))
-    entries = entries[draw.permutation(len(entries))]
-    middle = len(entries) // 2
-    padding = np.full(2, PADDING, np.int64)
-    return np.concatenate((padding[:1], entries[:middle], padding, entries[middle:], padding[:1]))
-
-
-def _union(n: int, draw: Draw) -> Ints:
-    return np.concatenate((_scattered(n, draw), np.arange(max(0, n - WINDOW), n), np.arange(min(n, SINKS))))
-
-
-CASE64K_PAGES = 4096
-CASE64K_TILES = ((4, 32), (2, 40), (1, 40))  # pages in a tile of 64, and how many such tiles lie outside the window
-CASE64K_WINDOW = 4  # full tiles at the end
-
-
-def _case64k(n: int, draw: Draw) -> Ints:
-    """Pages of 16 by tiles of 64 tokens: the last tiles whole, then the 64K case's mix, scaled to n pages; all pages
-    where they make no tile.
-    """
-    if n < 4:
-        return np.arange(n)
-    tiles, scale = n // 4, n / CASE64K_PAGES
-    window = max(1, round(CASE64K_WINDOW * scale))
-    order = draw.permutation(tiles - window)
-    pages, taken = [np.arange(4 * (tiles - window), 4 * tiles)], 0
-    for pages_in_tile, count in CASE64K_TILES:
-        chosen = order[taken : taken + max(1, round(count * scale))]
-        taken += len(chosen)
-        for tile in chosen:
-            pages.append(4 * tile + draw.permutation(4)[:pages_in_tile])
-    return np.concatenate(pages)
-
-
-_PATTERNS: dict[str, Callable[[int, Draw], Ints]] = {
-    "scattered": _scattered,
-    "clustered": _clustered,
-    "contiguous": _contiguous,
-    "hot": _hot,
-    "all": lambda n, draw: draw.permutation(n),
-    "one": lambda n, draw: draw.permutation(n)[:1],
-    "empty": lambda n, draw: np.zeros(0, np.int64),
-    "duplicates": _duplicates,
-    "union": _union,
-    "case64k": _case64k,
-    "example": lambda n, draw: np.asarray([t for t in EXAMPLE_TOKENS if t < n], np.int64),
-}
-
-
-def _repeated(entries: Ints) -> Ints:
-    """A list of a multiset: every third entry three times in all, the repeats behind the others."""
-    return np.concatenate((entries, np.tile(entries[::3], 2)))
-
-
-def _raw_lists(cell: Cell, spec: AttentionSpec, draw: Draw) -> CandidateLists:
-    """One list per row, over the entries that the row may name: token lists end at a causal query's own position, or at
-    that of the first of the queries that share a list.
-    """
-    repeats = spec.candidate_kind is CandidateKind.MULTISET
-    lists: list[Ints] = []
-    for token, (request, position) in enumerate(zip(spec.token_request, spec.token_position, strict=True)):
-        if (token - spec.qo_indptr[request]) % cell.qblock:
-            lists += lists[-spec.list_heads :]
-            continue
-        tokens = spec.seq_lens[request]
-        if spec.block_size == 1 and spec.causal is not CausalRule.NONE:
-            tokens = min(tokens, max(0, position + 1))
-        entries = -(-tokens // spec.block_size)
-        for _ in range(spec.list_heads):
-            named = _PATTERNS[cell.pattern](entries, draw) if entries else np.zeros(0, np.int64)
-            lists.append(_repeated(named) if repeats else named)
-    lengths = [len(entries) for entries in lists]
-    return CandidateLists(np.cumsum([0, *lengths]), np.concatenate([np.zeros(0, np.int64), *lists]))
-
-
-CAPACITIES = tuple(16 * 4**n for n in range(8))  # of lists in tiers
-
-
-def _to_length(lists: CandidateLists, capacity: Ints) -> CandidateLists:
-    """Lists with padding behind the entries, up to `capacity` [rows]."""
-    lengths = np.diff(lists.indptr)
-    indptr = np.concatenate(([0], np.cumsum(capacity)))
-    indices = np.full(indptr[-1], PADDING, np.int64)
-    indices[np.arange(lengths.sum()) + np.repeat(indptr[:-1] - lists.indptr[:-1], lengths)] = lists.indices
-    return CandidateLists(indptr, indices)
-
-
-def _fixed_k(lists: CandidateLists) -> CandidateLists:
-    lengths = np.diff(lists.indptr)
-    return _to_length(lists, np.full_like(lengths, lengths.max(initial=0)))
-
-
-_FORMATS: dict[str, Callable[[CandidateLists], CandidateLists]] = {
-    "csr": lambda lists: lists,
-    "fixed_k": _fixed_k,
-    "tiers": lambda lists: _to_length(lists, smallest_tier(np.diff(lists.indptr), CAPACITIES)),
-}

@@ -22,10 +22,11 @@ from sacts.reports.records import Finding, Record, Verdict
 
 from . import conventions, determinism, gradient_determinism
 from .adapter import Backend, Determinism, Refused
+from .contract import AdapterRaised, ContractBroken
 from .determinism import Measurement
 from .gradients import judge_gradients
 from .judge import blank, judge
-from .launch import AdapterRaised, ContractBroken, Launcher
+from .launch import Launcher
 from .loading import AdapterError, load
 from .localise.launches import BUDGET
 from .localise.locate import locate

@@ -23,8 +23,9 @@ from sacts.reference.spec import CandidateKind, DType, Hints, Route, Schedule
 
 from .adapter import Backend, Consumes, Determinism
 from .build import Problem
+from .contract import place_of
 from .conventions import problem_for
-from .launch import Launcher, Observed, place_of
+from .launch import Launcher, Observed
 from .probes.applicability import terms_of
 from .probes.inputs import RANDOM
 from .relations import RELATIONS, Variant, chosen, heads_reversed, hinted, relabelled, repeated, scaled, shuffled

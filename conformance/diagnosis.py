@@ -15,6 +15,7 @@ from sacts.reports.records import Finding, Gate
 
 from .batch import cut, join, join_inputs
 from .build import Problem
+from .contract import WHOLE
 from .gates import generic, intervals, witnesses
 from .gates.count import judge_count
 from .gates.determinism import judge_repeats
@@ -22,7 +23,7 @@ from .gates.dropout import judge_dropout
 from .gates.layout import changed, judge_layout, launch_poisoned
 from .gates.scale import judge_scale
 from .gates.terms import judge_terms
-from .launch import WHOLE, Launcher, Observed
+from .launch import Launcher, Observed
 from .probes.copies import Copy
 from .probes.inputs import dithered
 

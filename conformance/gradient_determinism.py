@@ -19,10 +19,11 @@ from sacts.reference.spec import Hints
 from .adapter import Determinism
 from .backward_launch import Call, ObservedGradients, launch_backward
 from .build import Problem
+from .contract import place_of
 from .conventions import problem_for
 from .determinism import LEVELS, SPLITS, Measurement, busy, promised
 from .gates.gradients import Bounds, bounds_of
-from .launch import Launcher, place_of
+from .launch import Launcher
 from .probes.gradients import GradientCopy, random_copy
 from .relations import Variant
 

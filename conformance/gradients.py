@@ -16,9 +16,10 @@ from sacts.reports.records import Finding, Gate, ProbeResult
 from .backward_launch import Call, ObservedGradients, launch_backward
 from .batch import join, join_inputs, live_pages
 from .build import Problem
+from .contract import WHOLE, ContractBroken
 from .gates.gradients import unbounded, uses
 from .gates.layout import poison, poisoned, surroundings
-from .launch import WHOLE, ContractBroken, Launcher
+from .launch import Launcher
 from .localise.gradient_names import element_name
 from .localise.gradients import locate_gradient
 from .localise.launches import BUDGET

@@ -11,9 +11,10 @@ from sacts.reports.records import Finding
 
 from .adapter import Case, Normalized, Trace
 from .build import Problem
+from .contract import AdapterRaised, ContractBroken
 from .conventions import spec_for
 from .gates.index import judge_index
-from .launch import AdapterRaised, ContractBroken, Launcher
+from .launch import Launcher
 from .localise.traces import judge_trace, read_trace
 
 Said = TypeVar("Said")

@@ -18,13 +18,14 @@ from . import conventions, inspection, sample
 from .adapter import Refused, Support
 from .batch import join
 from .build import Problem
+from .contract import AdapterRaised, ContractBroken
 from .determinism import outputs
 from .diagnosis import GATE_OF, Batch, batches, diagnose, diagnose_bits, diagnose_drawn, use_of
 from .gates import determinism, generic, intervals
 from .gates.layout import changed
 from .gates.witnesses import used
 from .gradients import judge_gradients
-from .launch import AdapterRaised, ContractBroken, Launcher, Observed
+from .launch import Launcher, Observed
 from .probes.applicability import terms_of
 from .probes.copies import Copy, copies
 from .probes.inputs import RANDOM

@@ -12,7 +12,8 @@ from sacts.reference.spec import FallbackReason
 
 from .adapter import NATIVE, Backend, Support, refused
 from .build import Problem
-from .launch import AdapterRaised, Launcher
+from .contract import AdapterRaised
+from .launch import Launcher
 from .probes.inputs import RANDOM
 
 

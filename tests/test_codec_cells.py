@@ -17,9 +17,10 @@ from sacts.conformance.adapter import Backend, Capabilities, Case, KVLayout, Out
 from sacts.conformance.batch import join, join_inputs
 from sacts.conformance.build import Problem, build, last_query
 from sacts.conformance.codes import NotOnGrid
+from sacts.conformance.contract import CLEAN, ContractBroken, Surroundings
 from sacts.conformance.gates.layout import surroundings
 from sacts.conformance.judge import judge
-from sacts.conformance.launch import CLEAN, ContractBroken, Launcher, Surroundings
+from sacts.conformance.launch import Launcher
 from sacts.conformance.probes import margins, scale
 from sacts.conformance.probes.copies import copies
 from sacts.conformance.probes.inputs import COUNT, RANDOM

@@ -24,9 +24,10 @@ from term_problems import BASE, SPECS
 from sacts.conformance.adapter import Backend, Case, Gradients, KVLayout, LseBase, Outputs, Refused, Saved
 from sacts.conformance.audit import audit
 from sacts.conformance.build import Problem, build
+from sacts.conformance.contract import ContractBroken
 from sacts.conformance.gradients import GradientVerdict, judge_gradients
 from sacts.conformance.judge import blank, judge
-from sacts.conformance.launch import ContractBroken, Launcher
+from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.gradients import copies
 from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.kernels_under_test.emulation.arithmetic import Arithmetic

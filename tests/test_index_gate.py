@@ -10,9 +10,10 @@ import torch
 
 from sacts.conformance.adapter import Backend, Case, Normalized
 from sacts.conformance.build import build
+from sacts.conformance.contract import ContractBroken
 from sacts.conformance.gates.index import judge_index
 from sacts.conformance.judge import judge
-from sacts.conformance.launch import ContractBroken, Launcher
+from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.matrices import tiers

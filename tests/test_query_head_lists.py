@@ -19,9 +19,10 @@ from test_gradient_places import campaign
 
 from sacts.conformance.adapter import Backend, Case, Normalized
 from sacts.conformance.build import Problem, build, last_query
+from sacts.conformance.contract import place_of
 from sacts.conformance.gradient_determinism import measure
 from sacts.conformance.judge import judge
-from sacts.conformance.launch import Launcher, place_of
+from sacts.conformance.launch import Launcher
 from sacts.conformance.localise.locate import locate
 from sacts.conformance.probes.copies import Copy, copies
 from sacts.conformance.probes.dither import LEAST_KEYS

@@ -16,7 +16,8 @@ from term_problems import ARITHMETICS, MODEL, SPECS, Problem, problem_of
 
 from sacts.conformance.adapter import Backend, Case, Outputs, Trace
 from sacts.conformance.build import build
-from sacts.conformance.launch import ContractBroken, Launcher
+from sacts.conformance.contract import ContractBroken
+from sacts.conformance.launch import Launcher
 from sacts.conformance.localise.locate import locate
 from sacts.conformance.localise.traces import judge_trace, read_trace
 from sacts.kernels_under_test.emulation.adapter import Adapter

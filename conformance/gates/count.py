@@ -16,7 +16,8 @@ from sacts.reference.spec import EpilogueKind, Hints
 from sacts.reports.records import Finding, Gate
 
 from ..build import Problem
-from ..launch import Launcher, Observed, place_of
+from ..contract import place_of
+from ..launch import Launcher, Observed
 from ..localise.count import explain_count
 from .intervals import largest, out_use
 

@@ -22,8 +22,9 @@ from sacts.reports.records import Finding, Gate, Sample
 
 from .. import sample
 from ..build import Problem
+from ..contract import place_of
 from ..draw import Array, Ints
-from ..launch import Observed, place_of
+from ..launch import Observed
 from .intervals import use_within
 
 DRAWN = frozenset({"gaussian", "huge"})  # families whose q, K and V are independent from element to element

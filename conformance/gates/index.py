@@ -10,7 +10,7 @@ from sacts.reports.records import Finding, Gate
 
 from ..adapter import Normalized
 from ..build import Problem
-from ..launch import ContractBroken
+from ..contract import ContractBroken
 
 Ints = NDArray[np.int64]
 

@@ -10,7 +10,8 @@ from sacts.reference.formats import half_spacing
 from sacts.reference.spec import AttentionSpec, DType
 from sacts.reports.records import Finding, Gate
 
-from ..launch import Observed, place_of
+from ..contract import place_of
+from ..launch import Observed
 
 Array = NDArray[np.float64]
 

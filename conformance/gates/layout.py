@@ -15,8 +15,9 @@ from sacts.reference.spec import DType
 from sacts.reports.records import Finding, Gate
 
 from ..build import Problem
+from ..contract import CLEAN, STALE_VALUE, Surroundings, place_of
 from ..draw import Draw
-from ..launch import CLEAN, STALE_VALUE, Launcher, Observed, Surroundings, place_of
+from ..launch import Launcher, Observed
 
 Ints = NDArray[np.int64]
 

@@ -18,7 +18,8 @@ from sacts.reports.records import Finding, Gate
 
 from ..adapter import PADDING
 from ..build import Problem
-from ..launch import Observed, place_of
+from ..contract import place_of
+from ..launch import Observed
 from ..probes.copies import Copy
 from .intervals import lse_use, out_use
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from sacts.reports.records import Finding, Gate
 
-from ..launch import Observed, place_of
+from ..contract import place_of
+from ..launch import Observed
 from ..probes.applicability import terms_of
 from ..probes.copies import Copy
 from .intervals import lse_use, out_use

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from sacts.reports.records import Gate
 
-from ..launch import place_of
+from ..contract import place_of
 from .clues import NAMED, Clue, Kind
 from .launches import Family, Meter, Seen
 

@@ -16,8 +16,9 @@ from sacts.reports.records import Finding, Gate
 
 from ..adapter import Refused
 from ..backward_launch import ObservedGradients, call_of, launch_backward
+from ..contract import AdapterRaised, ContractBroken
 from ..gates.gradients import bounds_of, uses
-from ..launch import AdapterRaised, ContractBroken, Launcher
+from ..launch import Launcher
 from ..probes.gradients import Edges, GradientCopy, attended_edges, is_plain
 from .deltas import NEAR, another_row, called, deltas, wrong_delta
 from .gradient_names import element_name, row_name, slot_name

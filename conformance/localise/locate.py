@@ -14,11 +14,12 @@ from sacts.reports.records import Finding, Gate, Strip
 
 from ..adapter import Refused
 from ..build import Problem
+from ..contract import CLEAN, WHOLE, AdapterRaised, ContractBroken, Surroundings, place_of
 from ..gates import generic
 from ..gates.intervals import judge_lse
 from ..gates.layout import LAUNCHES, judge_layout
 from ..inspection import normalized, traced
-from ..launch import CLEAN, WHOLE, AdapterRaised, ContractBroken, Launcher, Observed, Surroundings, place_of
+from ..launch import Launcher, Observed
 from ..probes.inputs import COUNT, RANDOM, Probe
 from .bisection import first_bad_tile, partners, try_split
 from .channels import few_channels, misplaced, wrong_channels

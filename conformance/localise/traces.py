@@ -21,7 +21,7 @@ from sacts.reference.tile_bounds import RowLogits, TileStates, row_group, row_lo
 from sacts.reports.records import Finding, Gate
 
 from ..adapter import Trace
-from ..launch import ContractBroken, place_of
+from ..contract import ContractBroken, place_of
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

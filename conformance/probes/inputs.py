@@ -18,8 +18,8 @@ from sacts.reference.forward import Inputs, edges
 from sacts.reports.records import PROVES
 
 from ..build import Problem
+from ..contract import STALE_VALUE
 from ..draw import Array, Draw
-from ..launch import STALE_VALUE
 from . import dither
 from .applicability import keeps_meaning
 

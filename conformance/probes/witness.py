@@ -18,8 +18,8 @@ from sacts.reference.forward import Inputs
 from sacts.reference.spec import AttentionSpec
 
 from ..build import Problem
+from ..contract import STALE_VALUE
 from ..draw import Array, Draw
-from ..launch import STALE_VALUE
 from . import pointers
 from . import stairs as steps
 from .applicability import keeps_meaning

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from sacts.conformance.adapter import PADDING, Case
+from sacts.conformance.adapter import PADDING, Case, Refused
 from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, DType, EmptyRowRule
 
 from .dequantise import Coded, gathered
@@ -79,7 +79,9 @@ def _attended(case: Case, index: int) -> tuple[list[tuple[int, int, int]], int]:
         for ordinal, token in enumerate(distinct)
         if _visible(spec, position, token)
     ]
-    if not edges and spec.empty_row is not EmptyRowRule.ZERO:
+    if not edges and spec.empty_row is EmptyRowRule.FORBID:
+        raise Refused(f"{row} has no edge, which the spec forbids")
+    if not edges and spec.empty_row.forces:
         token = position if spec.empty_row is EmptyRowRule.FORCE_SELF else 0
         edges = [(token, 1, 0)]
         query = query if spec.query_ordinals else int(token != position)
