@@ -31,8 +31,9 @@ class Case:
     `kv_cache` is the one tensor that holds K and V where the backend declares `packed_kv`, None otherwise.
     `gradients` are the buffers that `backward` may write into; None in the forward call. Where the spec has a codec,
     the cache holds codes, and `k_scales`, `v_scales` (and `k_zeros`, `v_zeros` where it is asymmetric) what decodes
-    them, (code - zero) * scale; None without. `fallback`: why the backend must leave its sparse path in this call; None
-    where it takes the path that it declares for the spec.
+    them, (code - zero) * scale; None without. `gate`: of the epilogue that multiplies by one.
+    `fallback`: why the backend must leave its sparse path in this call; None where it takes the path that it declares
+    for the spec.
     """
 
     spec: AttentionSpec
@@ -54,6 +55,7 @@ class Case:
     v_scales: torch.Tensor | None = None
     k_zeros: torch.Tensor | None = None
     v_zeros: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
     fallback: FallbackReason | None = None
 
 

@@ -79,7 +79,9 @@ def join_inputs(whole: Problem, parts: Sequence[tuple[Problem, Inputs]]) -> Inpu
         live = np.searchsorted(whole.pages, _moved(problem, problem.pages, shift))
         k[live], v[live] = inputs.k.data, inputs.v.data
     q = np.concatenate([inputs.q for _, inputs in parts])
-    return Inputs(q, PagedCache(whole.pages, k), PagedCache(whole.pages, v))
+    gates = [inputs.gate for _, inputs in parts if inputs.gate is not None]
+    gate = np.concatenate(gates) if gates else None
+    return Inputs(q, PagedCache(whole.pages, k), PagedCache(whole.pages, v), gate)
 
 
 def cut(observed: Observed, problems: Sequence[Problem]) -> Iterator[Observed]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sacts.matrices.cell import Cell
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
 from sacts.reference.edges import row_kv_heads
+from sacts.reference.formats import round_to
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.paging import PagedCache, PageTable
 from sacts.reference.spec import (
@@ -22,6 +23,7 @@ from sacts.reference.spec import (
     CausalRule,
     DType,
     EmptyRowRule,
+    EpilogueKind,
     Hints,
     ListsPer,
     Reduction,
@@ -102,7 +104,14 @@ class Problem:
         nearest value that its codes can stand for where it is stored in codes.
         """
         k, v = (x if scales is None else scales.on_grid(x) for scales, x in ((self.k_scales, k), (self.v_scales, v)))
-        return Inputs(q, PagedCache(self.pages, k), PagedCache(self.pages, v))
+        return Inputs(q, PagedCache(self.pages, k), PagedCache(self.pages, v), self._gate())
+
+    def _gate(self) -> Array | None:
+        """A gate for the epilogue that needs one, of either sign, exact in the dtype."""
+        if self.spec.epilogue.kind is not EpilogueKind.GATE:
+            return None
+        shape = (self.spec.num_tokens, self.spec.num_qo_heads, self.spec.head_dim_vo)
+        return round_to(self.draw("gate", shape[0]).normal(shape), self.spec.dtype)
 
 
 SM_SCALE = 0.75  # times 1 / sqrt(d): not the usual default, so that a backend that ignores sm_scale is found

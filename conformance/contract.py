@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sacts.matrices.axes import Execution
 from sacts.reference.forward import Inputs
-from sacts.reference.spec import AttentionSpec, Hints
+from sacts.reference.spec import AttentionSpec, EpilogueKind, Hints
 from sacts.reports.records import Finding, Gate
 
 from . import conventions, tensors
@@ -93,7 +93,8 @@ class Launched(Generic[T]):
 
     def watched(self, case: Case, live: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the backend must not change, by name; of a cache, its live pages."""
-        names = ("q", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices")
+        names = ["q", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices"]
+        names += ["gate"] if case.gate is not None else []
         paged = ("k_cache", "v_cache", "k_scales", "v_scales", "k_zeros", "v_zeros")
         given = {name: each for name in paged if (each := getattr(case, name)) is not None}
         caches = {name: tensors.taken(each, live) for name, each in given.items()}
@@ -200,12 +201,18 @@ class Launched(Generic[T]):
             out=self._out.inner,
             lse=self._lse.inner,
             workspace=torch.empty(0, dtype=torch.uint8, device=device),
+            gate=self._gate(spec),
             fallback=self.backend.reason,
         )
         scales: dict[str, Any] = {
             name: tensors.paged(tensors.held_scales(x, filler), *where) for name, x in self._scales()
         }
         return replace(case, **scales), pool.live
+
+    def _gate(self, spec: AttentionSpec) -> torch.Tensor | None:
+        if self.inputs.gate is None or spec.epilogue.kind is not EpilogueKind.GATE:
+            return None
+        return tensors.to_torch(self.inputs.gate, spec.dtype, self.device)
 
     def _held(self, name: str, filler: float | tuple[float, ...]) -> tensors.Held:
         """What the cache of "k" or "v" holds: values, or the codes that stand for them."""

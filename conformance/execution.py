@@ -52,6 +52,7 @@ class Memory:
     def views(self) -> dict[str, torch.Tensor]:
         """Contents by name; of what belongs to pages the live ones only."""
         plain = {name: getattr(self.case, name) for name in ("q", "page_table", "seq_lens", "kv_indices")}
+        plain |= {} if self.case.gate is None else {"gate": self.case.gate}
         paged = {name: getattr(self.case, name) for name in (*PAGED, *DECODING)}
         held = {name: tensors.taken(x, self.live) for name, x in paged.items() if x is not None}
         return {**plain, **self.given, **held}

@@ -86,9 +86,13 @@ def chosen(problem: Problem, inputs: Inputs, requests: Sequence[int]) -> Variant
         slot_request=owner,
     )
     names = ", ".join(map(str, order))
-    return Variant(
-        f"requests {names} in this order", smaller, inputs._replace(q=inputs.q[tokens]), problem.hints, tokens
-    )
+    return Variant(f"requests {names} in this order", smaller, _rows_of(inputs, tokens), problem.hints, tokens)
+
+
+def _rows_of(inputs: Inputs, tokens: Ints | slice, heads: Ints | slice = slice(None)) -> Inputs:
+    """The values with some tokens or query heads only, in this order."""
+    gate = None if inputs.gate is None else inputs.gate[tokens][:, heads]
+    return inputs._replace(q=inputs.q[tokens][:, heads], gate=gate)
 
 
 def _same_draws(spec: AttentionSpec, requests: Sequence[int]) -> Dropout | None:
@@ -113,7 +117,7 @@ def relabelled(problem: Problem, inputs: Inputs, replicate: int) -> Variant:
     number = dict(zip(problem.pages.tolist(), problem.pages[order].tolist(), strict=True))
     table = np.vectorize(lambda page: number.get(page, page), otypes=[np.int64])(problem.table.table)
     owned = tuple(frozenset(number[page] for page in pages) for pages in problem.table.owned)
-    caches = (PagedCache(cache.pages, cache.data[moved]) for cache in (inputs.k, inputs.v))
+    k, v = (PagedCache(cache.pages, cache.data[moved]) for cache in (inputs.k, inputs.v))
     variant = replace(
         problem,
         table=replace(problem.table, table=table, owned=owned),
@@ -123,7 +127,7 @@ def relabelled(problem: Problem, inputs: Inputs, replicate: int) -> Variant:
         v_scales=problem.v_scales and problem.v_scales.at(moved, 0),
     )
     tokens = np.arange(problem.spec.num_tokens)
-    return Variant("pages at other addresses", variant, Inputs(inputs.q, *caches), problem.hints, tokens)
+    return Variant("pages at other addresses", variant, inputs._replace(k=k, v=v), problem.hints, tokens)
 
 
 def shuffled(problem: Problem, inputs: Inputs, replicate: int) -> Variant:
@@ -160,9 +164,9 @@ def heads_reversed(problem: Problem, inputs: Inputs) -> Variant:
         v_scales=problem.v_scales and problem.v_scales.at(kv_heads, 2),
         candidates=ValidatedCandidates(new_indptr, indices, counts, problem.candidates.duplicates),
     )
-    caches = (replace(cache, data=cache.data[:, :, kv_heads]) for cache in (inputs.k, inputs.v))
-    tokens = np.arange(spec.num_tokens)
-    return Variant("heads reversed", variant, Inputs(inputs.q[:, heads], *caches), problem.hints, tokens, heads)
+    k, v = (replace(cache, data=cache.data[:, :, kv_heads]) for cache in (inputs.k, inputs.v))
+    turned, tokens = _rows_of(inputs, slice(None), heads), np.arange(spec.num_tokens)
+    return Variant("heads reversed", variant, turned._replace(k=k, v=v), problem.hints, tokens, heads)
 
 
 def hinted(problem: Problem, inputs: Inputs, hints: Hints) -> Variant:

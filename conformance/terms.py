@@ -90,6 +90,6 @@ def _epilogue(cell: Cell) -> Epilogue:
         return Epilogue(EpilogueKind.CAST, other)
     if cell.epilogue == "low_bit":
         return Epilogue(EpilogueKind.LOW_BIT, bits=LOW_BITS, scale=LOW_SCALE)
-    if cell.epilogue == "none":
-        return Epilogue()
+    if cell.epilogue in ("none", "gate"):
+        return Epilogue(EpilogueKind(cell.epilogue))
     return Epilogue(EpilogueKind.NONLINEAR, function=Nonlinearity(cell.epilogue))

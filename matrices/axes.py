@@ -98,6 +98,7 @@ EMPTY_ROWS = {
 EPILOGUES = {
     "none": "out as it is",
     "cast": "out rounded to fp16 (in an fp16 cell: to bf16) after the merge",
+    "gate": "out times a given gate for each token, query head and channel, after the merge",
     "relu": "max(out, 0) after the merge",
     "silu": "out * sigmoid(out) after the merge",
     "low_bit": "out written back as 8-bit integers of scale 1/64 after the merge",

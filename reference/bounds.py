@@ -103,6 +103,7 @@ def expected(
         ):
             by_row(spec, total)[group.rows] = part
     half_width[~trusted], lse_bound[~trusted] = np.inf, np.inf
+    gate = epilogues.gate_of(spec.epilogue, inputs.gate, gate)
     out, half_width, low, high = _through_epilogue(spec.epilogue, out, half_width, gate, numerics)
     low, high = round_to(low, numerics.out), round_to(high, numerics.out)
     return Expected(out, half_width, low, high, lse, lse_bound, edges, trusted)

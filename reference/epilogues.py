@@ -28,6 +28,11 @@ FUNCTIONS: dict[Nonlinearity, Callable[[Array], Array]] = {
 SLOPES = {Nonlinearity.RELU: 1.0, Nonlinearity.SIGMOID: 0.25, Nonlinearity.TANH: 1.0, Nonlinearity.SILU: 1.1}
 
 
+def gate_of(epilogue: Epilogue, own: Array | None, given: Array | None) -> Array | None:
+    """The gate that is `given`, else that of the values, where the epilogue has one."""
+    return own if given is None and epilogue.kind is EpilogueKind.GATE else given
+
+
 def apply(epilogue: Epilogue, out: Array, error: Array, gate: Array | None) -> tuple[Array, Array]:
     """out after the epilogue, and its error where out may be wrong by `error`, both [tokens, heads, d_vo].
 

@@ -78,8 +78,8 @@ def forward(
     *,
     gate: Array | None = None,
 ) -> Forward:
-    """The function that a backend must compute, equations (4)-(7) and DESIGN section 4. `gate` [num_tokens,
-    num_qo_heads, head_dim_vo or 1]: of the epilogue that needs one.
+    """The function that a backend must compute, equations (4)-(7) and DESIGN section 4. `gate`: in place of that of
+    `inputs`.
 
     Raises LookupError where a table leads to a page without data, EmptyRowError as the empty-row rule says, ValueError
     for attended values that are not finite.
@@ -95,6 +95,7 @@ def forward(
             (result.in_range, rows.own_error.in_range),
         ):
             by_row(spec, total)[group.rows] = part
+    gate = epilogues.gate_of(spec.epilogue, inputs.gate, gate)
     out, out_error = epilogues.apply(spec.epilogue, result.out, result.out_error, gate)
     return Forward(out, result.lse, out_error, result.lse_error, result.in_range)
 

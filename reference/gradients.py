@@ -80,6 +80,7 @@ def backward(
     else:
         result = forward(plain, inputs, table, candidates)
         before, before_error = result.out, result.out_error
+    gate = epilogues.gate_of(spec.epilogue, inputs.gate, gate)
     pulled = epilogues.pull_back(spec.epilogue, before, before_error, d_out, gate)
     found = _backward(Branch(plain, inputs, table, candidates), pulled, d_lse)
     return replace(found, d_gate=_d_gate(pulled))

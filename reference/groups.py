@@ -33,11 +33,14 @@ MAX_GATHERED = 2**19  # elements of K and V together in one gathered group
 
 
 class Inputs(NamedTuple):
-    """The values of a problem: q [num_tokens, num_qo_heads, head_dim_qk], and the paged K and V."""
+    """The values of a problem: q [num_tokens, num_qo_heads, head_dim_qk], the paged K and V, and where the epilogue is
+    a gate, that: [num_tokens, num_qo_heads, head_dim_vo or 1].
+    """
 
     q: Array
     k: PagedCache
     v: PagedCache
+    gate: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def _values(random: Random, spec: AttentionSpec, problem: Problem) -> tuple[Arra
     def held(x: Array) -> Array:
         return torch.from_numpy(np.ascontiguousarray(x)).to(TORCH[spec.dtype]).double().numpy()
 
-    k, v = (cache.data.shape for cache in problem.inputs[1:])
+    k, v = (cache.data.shape for cache in problem.inputs[1:3])
     values, d_out = _family(random, v), _family(random, (spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo))
     if random.random() < 0.5:
         values = np.round(32 * values) / 32

@@ -53,7 +53,7 @@ def test_only_attended_slots_are_needed(cell: str) -> None:
 def test_values_are_exact_in_the_dtype_and_finite(cell: str) -> None:
     found = problem(cell)
     for probe in (RANDOM, COUNT):
-        q, k, v = probe.inputs(found)
+        q, k, v, _ = probe.inputs(found)
         for array in (q, k.data, v.data):
             assert np.isfinite(array).all()
             kept = tensors.to_numpy(tensors.to_torch(array, DType(found.cell.dtype), "cpu"))

@@ -22,7 +22,7 @@ for cell in tiers.load(tiers.path_of("smoke")):
     for array in (*lists, problem.table.table, problem.pages):
         state.update(array.astype("<i8").tobytes())
     for probe in (RANDOM, COUNT):
-        q, k, v = probe.inputs(problem)
+        q, k, v, _ = probe.inputs(problem)
         for array in (q, k.data, v.data):
             state.update(array.astype("<f8").tobytes())
 print(state.hexdigest())

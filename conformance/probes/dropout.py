@@ -52,7 +52,7 @@ def of_dropout(problem: Problem, inputs: Inputs, expected: Expected) -> Array:
     for row in row_weights(problem, inputs):
         other = np.where(row.factor > 0, 0.0, 1 / (1 - p))
         turned = row.out + (row.w * row.repeats * (other - row.factor))[:, None] * row.v
-        moved = np.abs(finished(problem, turned) - finished(problem, row.out))
+        moved = np.abs(finished(problem, inputs, turned, row) - finished(problem, inputs, row.out, row))
         times = (moved / needed[row.token, row.qo_head]).max(axis=-1)
         found.append(min(float(times.min()), CERTAIN))
     return np.array(found)
@@ -75,13 +75,13 @@ def mistakes(problem: Problem, inputs: Inputs) -> Iterator[Wrong]:
         out = np.zeros(shape)
         for row in rows:
             out[row.token, row.qo_head] = numerator(row, dropout.p)
-        yield Wrong(words, finished(problem, out))
+        yield Wrong(words, finished(problem, inputs, out))
     for words, counter in _COUNTERS.items():
         out = np.zeros(shape)
         for row in rows:
             keep = philox.keep(dropout, *counter(problem, row, _own(problem, row)))
             out[row.token, row.qo_head] = (row.w * row.repeats * keep / (1 - dropout.p)) @ row.v
-        yield Wrong(f"the keep mask were drawn by {words}", finished(problem, out))
+        yield Wrong(f"the keep mask were drawn by {words}", finished(problem, inputs, out))
 
 
 def _kept(row: RowWeights) -> Array:

@@ -65,7 +65,7 @@ def of_weights(problem: Problem, inputs: Inputs, expected: Expected) -> Loss:
         if len(row.t) < 2:
             continue
         at = row.token, row.qo_head
-        moved = np.abs(finished(problem, row.without_one()) - finished(problem, row.out))
+        moved = np.abs(finished(problem, inputs, row.without_one(), row) - finished(problem, inputs, row.out, row))
         with np.errstate(divide="ignore", invalid="ignore"):
             times = np.where(moved > 0, moved / needed[at], 0.0)
             lost = -np.log1p(-np.minimum(row.w, 1.0)) / expected.lse_bound[at] * expected.trusted[at]

@@ -78,7 +78,8 @@ class Wrong(NamedTuple):
             read = self.read.get(stored, decode_table(stored).__getitem__)
             data = np.nan_to_num((read(codes) - by.zeros) * by.scales)
             caches.append(PagedCache(cache.pages, np.where(problem.needed[..., None], data, cache.data)))
-        return forward(problem.spec, Inputs(inputs.q, *caches), problem.table, problem.candidates)
+        k, v = caches
+        return forward(problem.spec, inputs._replace(k=k, v=v), problem.table, problem.candidates)
 
 
 def _of(words: str, name: str, wrong: Scales) -> Wrong:

@@ -9,6 +9,7 @@ import numpy as np
 
 from sacts.reference import epilogues
 from sacts.reference.forward import Inputs, evaluate, groups, kept
+from sacts.reference.spec import EpilogueKind
 
 from ..build import Problem
 from ..draw import Array, Ints
@@ -60,6 +61,9 @@ def row_weights(problem: Problem, inputs: Inputs, token: int | None = None) -> I
                 )
 
 
-def finished(problem: Problem, out: Array) -> Array:
-    """out [..., d_vo] behind the epilogue. Cells have none that needs a gate."""
+def finished(problem: Problem, inputs: Inputs, out: Array, row: RowWeights | None = None) -> Array:
+    """out behind the epilogue: [..., d_vo] of one row, or of all tokens and query heads."""
+    if problem.spec.epilogue.kind is EpilogueKind.GATE:
+        assert inputs.gate is not None
+        return out * (inputs.gate if row is None else inputs.gate[row.token, row.qo_head])
     return epilogues.apply(problem.spec.epilogue, out, np.zeros_like(out), None)[0]

@@ -14,7 +14,7 @@ from . import backward as model
 from .arithmetic import Arithmetic
 from .dequantise import coded_caches
 from .forward import forward
-from .rows import by_token, rows_of
+from .rows import by_row, by_token, rows_of
 from .terms import Rows
 from .trace import trace
 
@@ -38,7 +38,8 @@ class Adapter:
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
         """Forward of all rows at once."""
-        out, lse = forward(case.spec, self._rows(case), self._arithmetic(case))
+        gate = None if case.gate is None else by_row(case.spec, case.gate)
+        out, lse = forward(case.spec, self._rows(case), self._arithmetic(case), gate)
         case.out.copy_(by_token(case.spec, out))
         case.lse.copy_(by_token(case.spec, lse))
         return Outputs(case.out, case.lse, path=str(NATIVE))
@@ -60,7 +61,7 @@ class Adapter:
         """Gradients of all rows at once, added up slot by slot in FP32, then rounded."""
         spec, rows, arithmetic = case.spec, self._rows(case), self.arithmetic[case.spec.dtype]
         given = (saved.out, saved.lse, d_out, torch.zeros_like(saved.lse) if d_lse is None else d_lse)
-        out, lse, d_o, d_l = (x.float().reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:]) for x in given)
+        out, lse, d_o, d_l = (by_row(spec, x) for x in given)
         found = model.backward(spec, rows, model.Saved(out, lse), d_o, d_l, arithmetic)
         made = case.gradients
         assert made is not None

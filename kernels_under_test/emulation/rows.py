@@ -41,7 +41,7 @@ def rows_of(case: Case, k: Coded | None = None, v: Coded | None = None, reconstr
         spec.dropout.request_uids if spec.dropout and spec.dropout.request_uids else range(spec.num_requests)
     )
     return Rows(
-        q=case.q.float().reshape(spec.num_rows, spec.heads_per_list, spec.head_dim_qk),
+        q=by_row(spec, case.q),
         k=keys,
         v=values,
         edge=edge,
@@ -91,6 +91,11 @@ def _attended(case: Case, index: int) -> tuple[list[tuple[int, int, int]], int]:
 def _visible(spec: AttentionSpec, position: int, token: int) -> bool:
     causal = spec.causal is CausalRule.NONE or token <= position
     return causal and (spec.window_left < 0 or token >= position - spec.window_left)
+
+
+def by_row(spec: AttentionSpec, x: Tensor) -> Tensor:
+    """[num_tokens, num_qo_heads, ...] as FP32 [R, g, ...] of rows."""
+    return x.float().reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:])
 
 
 def by_token(spec: AttentionSpec, x: Tensor) -> Tensor:
