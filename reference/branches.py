@@ -115,7 +115,7 @@ def merge_heads(heads: ScoredLists, num_qo_heads: int, num_kv_heads: int, rule: 
 
 def with_private_lists(spec: AttentionSpec, inputs: Inputs) -> tuple[AttentionSpec, Inputs]:
     """The same call with one candidate row per (token, query head), for lists that PRIVATE leaves per head: every
-    query head gets a KV head of its own, with the data of its group's.
+    query head gets a KV head of its own, with the data of its group's. `AttentionSpec.lists` says so without a copy.
     """
     k, v = (cache.repeat_heads(spec.group_size) for cache in (inputs.k, inputs.v))
     return replace(spec, num_kv_heads=spec.num_qo_heads), inputs._replace(k=k, v=v)

@@ -98,7 +98,7 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Candidate rows (token * num_kv_heads + KV head) that were judged, of how many with an edge."""
+    """Candidate rows (token * list_heads + head) that were judged, of how many with an edge."""
 
     rows: list[int]
     of: int

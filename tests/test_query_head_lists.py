@@ -17,6 +17,7 @@ from seeded_places import FAULTS as PLACES
 from term_problems import ARITHMETICS, BASE, MULTISET, SEQUENCE, problem_of
 from test_gradient_places import campaign
 
+from sacts.conformance import sample
 from sacts.conformance.adapter import Backend, Case, Normalized
 from sacts.conformance.build import Problem, build, last_query
 from sacts.conformance.contract import place_of
@@ -89,7 +90,7 @@ TERMS = (
 )
 SEEDS = int(os.environ.get("SACTS_LOCALISE", "0"))
 PLACED = (
-    "decode/bf16/kv:120+60/heads:8-2/tile:32/lists:query_head",
+    "decode/bf16/kv:330+60/heads:8-2/tile:16/lists:query_head",
     "decode/fp32/kv:260+50/pattern:all/splits:2/tile:32/lists:query_head",
     "prefill/fp16/kv:40+9/q:4+2/causal:bottom_right/lists:query_head",
 )
@@ -214,6 +215,17 @@ def test_a_right_kernel_passes_and_every_probe_of_it_could_have_failed(cell: str
     said = {name: probe.said for name, probe in record.probes.items()}
     assert "untrusted" not in said.values(), said
     assert said["random"] == said["count"] == "judged"
+
+
+def test_a_sample_of_rows_is_one_of_query_heads_and_the_others_keep_their_invariants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sample, "EXACT_EDGES", 400)
+    cell = "prefill/bf16/kv:90+40/q:9+2/heads:8-2/causal:bottom_right/lists:query_head"
+    record = judged(Adapter(), cell)
+    assert record.verdict is Verdict.PASS, record.sentence
+    assert record.samples["exact"].of == 88
+    assert 0 < len(record.samples["exact"].rows) < 44
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -371,20 +383,36 @@ def test_a_kernel_may_load_what_other_query_heads_of_the_group_attend_and_nothin
     assert any(rows[0] - rows[1])
 
 
-@pytest.mark.parametrize("name", [n for n in PLACES if n != "query_of_another_head"] if SEEDS else IN_CI)
-def test_a_fault_of_known_place_is_named_in_the_row_of_a_query_head(name: str) -> None:
-    """But for the query of another head, which yields no other row where lists differ: its row is named, no more."""
-    tried = 0
+def placed(name: str, numbers: range) -> tuple[int, list[str]]:
+    """Faults seeded, and the sentences of those that were not named right."""
+    tried, wrong = 0, []
     for cell in PLACED:
         problem = build(parse(cell))
-        for number in range(1, max(1, SEEDS) + 1):
-            if seeded := PLACES[name](problem, Random(number)):
+        for number in numbers:
+            if seeded := PLACES[name](problem, Random(f"{cell} {number}")):
                 backend, right = seeded
                 found = locate(Launcher(Backend(backend), "cpu"), problem)
                 assert found is not None
-                assert right(found), found.finding.sentence
                 tried += 1
+                wrong += [] if right(found) else [f"{name} {cell} {number}: {found.finding.sentence}"]
+    return tried, wrong
+
+
+@pytest.mark.parametrize("name", IN_CI)
+def test_a_fault_of_known_place_is_named_in_the_row_of_a_query_head(name: str) -> None:
+    tried, wrong = placed(name, range(1))
     assert tried
+    assert not wrong
+
+
+@pytest.mark.skipif(not SEEDS, reason="set SACTS_LOCALISE=N for N seeds of each fault on each cell")
+def test_the_campaign_names_95_percent() -> None:
+    """But for the query of another head, which yields no other row where lists differ: its row is named, no more."""
+    results = [placed(name, range(SEEDS)) for name in PLACES if name != "query_of_another_head"]
+    tried, wrong = sum(n for n, _ in results), [words for _, each in results for words in each]
+    print(f"\n{tried} faults, {len(wrong)} not named right")
+    print("\n".join(wrong))
+    assert len(wrong) <= 0.05 * tried
 
 
 def test_the_edge_that_spoils_a_gradient_is_named_in_the_row_of_a_query_head() -> None:
