@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from term_problems import ARITHMETICS, BASE, MODEL, SPECS, Problem, aliased, problem_of
 
 from sacts.kernels_under_test.emulation.arithmetic import TORCH, Arithmetic, cast
-from sacts.kernels_under_test.emulation.backward import Saved
+from sacts.kernels_under_test.emulation.backward import HOT, Saved, scattered
 from sacts.kernels_under_test.emulation.backward import backward as model_backward
 from sacts.kernels_under_test.emulation.forward import forward as model_forward
 from sacts.kernels_under_test.emulation.rows import by_token
 from sacts.kernels_under_test.faults import ModelFault, model_catalogue, patched
 from sacts.reference.forward import forward
 from sacts.reference.gradient_bounds import Allowed, ExpectedGradients, FedErrors, expected_gradients
-from sacts.reference.spec import AttentionSpec, DType, Epilogue, EpilogueKind
+from sacts.reference.spec import AttentionSpec, DType, Epilogue, EpilogueKind, Reduction
 
 Array = NDArray[np.float64]
 
@@ -252,3 +252,19 @@ def test_behind_a_nonlinear_epilogue_no_gradient_has_a_bound() -> None:
     allowed = allowed_of(problem, how, call, errors)
     for each in (allowed.d_q, allowed.d_k, allowed.d_v):
         assert np.isinf(each.half_width).all()
+
+
+def test_three_reductions_add_the_same_terms_in_other_orders() -> None:
+    generator = torch.Generator().manual_seed(5)
+    d = torch.randn(9, 6, 3, generator=generator)
+    slot = torch.stack([torch.randperm(12, generator=generator)[:6] for _ in range(9)])
+    exact = torch.zeros(12, 3, dtype=torch.float64).index_add_(0, slot.flatten(), d.flatten(0, 1).double())
+    sums = {each: scattered(d, slot, 12, 1, each) for each in Reduction}
+    for found in sums.values():
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+    assert not torch.equal(sums[Reduction.ATOMIC], sums[Reduction.KV_CENTRIC])
+    hot = torch.bincount(slot.flatten(), minlength=12) > HOT
+    assert hot.any()
+    assert not hot.all()
+    torch.testing.assert_close(sums[Reduction.HYBRID][hot], sums[Reduction.KV_CENTRIC][hot], rtol=0, atol=0)
+    torch.testing.assert_close(sums[Reduction.HYBRID][~hot], sums[Reduction.ATOMIC][~hot], rtol=0, atol=0)

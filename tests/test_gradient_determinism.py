@@ -15,12 +15,15 @@ from sacts.conformance.adapter import Backend, Case, Determinism, Gradients, Sav
 from sacts.conformance.build import build
 from sacts.conformance.determinism import LEVELS, Measurement
 from sacts.conformance.gradient_determinism import OUTPUTS, digests, measure
+from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.kernels_under_test.emulation.adapter import Adapter
+from sacts.kernels_under_test.faults import cell_catalogue, seed
 from sacts.kernels_under_test.sdpa import Adapter as Dense
 from sacts.matrices.cell import parse
 from sacts.reference.gradients import backward
+from sacts.reports.records import Gate, Verdict
 
 CELL = parse("prefill/fp32/kv:60+35/q:5+3/dim:32/map:shared/causal:bottom_right")
 EVERYTHING = {name: frozenset(Determinism) for name in ("out", "lse", *OUTPUTS)}
@@ -131,3 +134,14 @@ def test_the_cell_has_slots_that_several_requests_add_to_and_slots_of_one() -> N
     references = right.d_k.pages.references
     assert references.max() > 1
     assert (references == 1).sum() > 10
+
+
+@pytest.mark.parametrize("name", ["first_tile_of_rows_dropped", "hot_slots_added_twice"])
+def test_a_fault_of_one_reduction_fails_in_its_cell_alone(name: str) -> None:
+    fault = cell_catalogue()[name]
+    record = judge(Launcher(Backend(seed(fault)()), "cpu"), name, parse(fault.problem))
+    assert record.verdict is Verdict.FAIL
+    assert record.finding is not None
+    assert record.finding.gate is Gate.GRADIENTS
+    by_atomics = fault.problem.rsplit("/", 1)[0]
+    assert judge(Launcher(Backend(seed(fault)()), "cpu"), name, parse(by_atomics)).verdict is Verdict.PASS

@@ -68,7 +68,7 @@ class Adapter:
         made.d_q.copy_(by_token(spec, found.d_q))
         slots, slot = rows.slot.unique(return_inverse=True)
         for cache, d in ((made.d_k, found.d_k), (made.d_v, found.d_v)):
-            total = model.scattered(d, slot, len(slots), arithmetic.order)
+            total = model.scattered(d, slot, len(slots), arithmetic.order, case.hints.reduction)
             cache.view(-1, d.shape[-1])[slots] = total.to(cache.dtype)
         if made.d_sink is not None:
             made.d_sink.copy_(by_token(spec, found.d_sink).sum(dim=0))

@@ -7,10 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sacts.reference.spec import AttentionSpec
+from sacts.reference.spec import AttentionSpec, Reduction
 
 from .arithmetic import LOG2E, Arithmetic, cast, exp2, product
 from .terms import Rows, keep_factor, logits, turned
+
+TILE_ROWS = 4  # rows whose gradients of a slot a KV-centric program adds first
+HOT = 4  # rows that add to a slot, beyond which a hybrid reduction is KV-centric
 
 
 class Saved(NamedTuple):
@@ -68,12 +71,31 @@ def backward(
     return RowGradients(d_q, d_k, d_v, d_sink)
 
 
-def scattered(d: Tensor, slot: Tensor, slots: int, order: int = 0) -> Tensor:
-    """Sum of what rows add to each physical slot, [slots, d], one row after another, as atomics in some order do: d
-    [R, K, d], slot [R, K].
+def scattered(d: Tensor, slot: Tensor, slots: int, order: int = 0, reduction: Reduction = Reduction.ATOMIC) -> Tensor:
+    """Sum of what rows add to each physical slot, [slots, d]: d [R, K, d], slot [R, K]. One row after another, as
+    atomics in some order do; KV-centric: the rows of a tile first, tile after tile; hybrid: so where more than HOT rows
+    add.
     """
+    if reduction is Reduction.ATOMIC:
+        return _one_by_one(d, slot, slots, order)
+    by_tile = _by_tile(d, slot, slots)
+    if reduction is Reduction.KV_CENTRIC:
+        return by_tile
+    hot = torch.bincount(slot[d.abs().amax(dim=-1) > 0], minlength=slots) > HOT
+    return torch.where(hot[:, None], by_tile, _one_by_one(d, slot, slots, order))
+
+
+def _one_by_one(d: Tensor, slot: Tensor, slots: int, order: int) -> Tensor:
     total = torch.zeros(slots, d.shape[-1])
     shuffled = torch.randperm(len(d), generator=torch.Generator().manual_seed(order)).tolist()
     for row in shuffled if order else range(len(d)):
         total.index_add_(0, slot[row], d[row])
+    return total
+
+
+def _by_tile(d: Tensor, slot: Tensor, slots: int) -> Tensor:
+    total = torch.zeros(slots, d.shape[-1])
+    for first in range(0, len(d), TILE_ROWS):
+        tile = slice(first, first + TILE_ROWS)
+        total += torch.zeros_like(total).index_add_(0, slot[tile].flatten(), d[tile].flatten(0, 1))
     return total
