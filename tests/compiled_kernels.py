@@ -20,7 +20,7 @@ from sacts.conformance.adapter import Backend
 from sacts.conformance.build import build
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
-from sacts.kernels_under_test.paged import adapter, kernels
+from sacts.kernels_under_test.paged import adapter, gather, kernels, merge
 from sacts.matrices.cell import parse
 
 POINTERS = {
@@ -81,12 +81,14 @@ class Compiled:
 
 
 def main(cells: list[str]) -> None:
-    attention, merge = kernels.attention_kernel, kernels.merge_kernel
+    launched = [(kernels, "attention_kernel"), (merge, "merge_kernel"), (gather, "gather_kernel")]
+    plain = [getattr(module, name) for module, name in launched]
     for cell in cells:
         problem, launcher = build(parse(cell)), Launcher(Backend(made := adapter.Adapter()), "cpu")
         case = launcher.case(problem, RANDOM.inputs(problem))
         case = replace(case, workspace=torch.empty(made.workspace_bytes(case), dtype=torch.uint8))
-        kernels.attention_kernel, kernels.merge_kernel = Compiled(attention, cell), Compiled(merge, cell)
+        for (module, name), kernel in zip(launched, plain, strict=True):
+            setattr(module, name, Compiled(kernel, cell))
         made.run(case)
 
 

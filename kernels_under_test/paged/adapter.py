@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from sacts.conformance.adapter import (
     Outputs,
     Refused,
     Support,
+    Trace,
     refused,
 )
 from sacts.reference.numerics import Numerics
@@ -35,14 +37,20 @@ from sacts.reference.spec import (
     DType,
     Epilogue,
     EpilogueKind,
+    Hints,
+    Route,
     ScaleGranularity,
+    Schedule,
 )
 
-from . import kernels
+from . import gather, kernels, merge
 from .plan import Plan, normalized, plan_of
+from .trace import NOTHING, recording_of, trace_of
+from .workspace import Workspace, copies_of, needed_bytes, stored, workspace_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MERGE_ROWS = 16
+INTERPRETED_PROGRAMS = 3  # that stay, where there is no device whose processors could be counted
 LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
 LARGEST_TURNED = 512  # padded; on a GPU: beyond it sines and cosines fill minutes of compilation, and registers spill
 LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
@@ -95,16 +103,15 @@ class Adapter:
         return NATIVE
 
     def workspace_bytes(self, case: Case) -> int:
-        """FP32 partial m, l and o of each output row and split; FP32 out under the interpreter."""
-        spec, splits = case.spec, case.hints.num_splits
-        rows = spec.num_tokens * spec.num_qo_heads
-        partials = rows * splits * (spec.head_dim_vo + 2) if splits > 1 else 0
-        return 4 * (partials + (rows * spec.head_dim_vo if INTERPRETED else 0))
+        """From spec, hints and the size of the raw lists: see `workspace`."""
+        return needed_bytes(case, fp32_out=INTERPRETED)
 
     def plan(self, case: Case) -> Plan:
-        """Normalise the raw lists on the device, and make the tables of the terms. Raises Refused as declared."""
+        """Normalise the raw lists on the device, cut their rows into tasks, and make the tables of the terms. Raises
+        Refused as declared.
+        """
         self._check(case.spec)
-        return plan_of(case)
+        return plan_of(case, _tile(case.spec, case.hints.kv_tile))
 
     def normalize(self, case: Case) -> Normalized:
         """The lists that `plan` makes, before empty rows get a token; a multiset with its repeats."""
@@ -115,70 +122,139 @@ class Adapter:
         return Normalized(named, lists.kv_indices.repeat_interleave(lists.counts))
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
-        """Launch the attention kernel, and the merge kernel where rows are split. Raises Refused as declared."""
-        spec, splits = case.spec, case.hints.num_splits
-        self._check(spec)
+        """Launch the gather kernel where candidates are gathered, the attention kernel, and the merge kernel where rows
+        are split. Raises Refused as declared, and for a plan of another case or a workspace that is too small.
+        """
+        self._check(case.spec)
         plan = plan or self.plan(case)
-        if not spec.num_rows:
-            return Outputs(case.out, case.lse, path="native")
-        results = self._results(case)
-        self._attend(case, plan, results)
-        if splits > 1:
-            rows = spec.num_tokens * spec.num_qo_heads
-            kernels.merge_kernel[(-(-rows // MERGE_ROWS),)](
-                *results,
-                sinks_ptr=plan.tables.sinks,
-                num_rows=rows,
-                num_qo_heads=spec.num_qo_heads,
-                num_splits=splits,
-                HEAD_DIM_VO=spec.head_dim_vo,
-                BLOCK_VO=_padded(spec.head_dim_vo),
-                BLOCK_M=MERGE_ROWS,
-                **_epilogue(spec.epilogue),
-            )
-        if INTERPRETED:
-            case.out.copy_(results[0].view(case.out.shape))
+        plan.made_for.check(case)
+        space = workspace_of(case, fp32_out=INTERPRETED)
+        if plan.tasks.num_tasks:
+            self._attend(case, plan, space, NOTHING)
+            self._merge(case, plan, space)
+        if space.out is not None:
+            case.out.copy_(space.out.view(case.out.shape))
         return Outputs(case.out, case.lse, path="native")
 
-    def _results(self, case: Case) -> tuple[Tensor, ...]:
-        """What the kernels write: out, lse, and partial m, l and o of split rows, in the workspace."""
-        buffers = case.workspace.view(torch.float32)
-        splits, out = case.hints.num_splits, case.out
-        if INTERPRETED:
-            out, buffers = buffers.split([case.out.numel(), buffers.numel() - case.out.numel()])
-        parts = case.lse.numel() * splits if splits > 1 else 0
-        return out, case.lse, *buffers.split([parts, parts, parts * case.spec.head_dim_vo])
+    def trace(self, case: Case, plan: Plan | None = None) -> Trace:
+        """What `run` computes on its way, in memory of its own. Raises Refused as `run` does."""
+        self._check(case.spec)
+        plan = plan or self.plan(case)
+        own = torch.empty(self.workspace_bytes(case), dtype=torch.uint8, device=case.q.device)
+        case = replace(case, workspace=own, out=torch.empty_like(case.out), lse=torch.empty_like(case.lse))
+        plan.made_for.check(case)
+        recording = recording_of(case.spec, plan.tasks)
+        if plan.tasks.num_tasks:
+            self._attend(case, plan, workspace_of(case, fp32_out=INTERPRETED), recording.arguments)
+        return trace_of(plan.tasks, recording)
 
-    def _attend(self, case: Case, plan: Plan, results: tuple[Tensor, ...]) -> None:
-        """Launch the attention kernel: a program for each candidate row and split."""
-        spec, splits = case.spec, case.hints.num_splits
-        kernels.attention_kernel[(spec.num_rows, splits)](
+    def _attend(self, case: Case, plan: Plan, space: Workspace, traced: dict[str, Any]) -> None:
+        """Launch the attention kernel over the tasks, behind the gather kernel where there is scratch."""
+        spec, tasks = case.spec, plan.tasks
+        work = tasks.num_tasks * max(1, copies_of(case))
+        grid = (_programs(work, case.hints, case.q.device),)
+        k_cache, v_cache = _bits(case.k_cache), _bits(case.v_cache)
+        k, v = _strides("k", k_cache.stride()[:3]), _strides("v", v_cache.stride()[:3])
+        if space.k is not None and space.v is not None:
+            scratch = _bits(space.k), _bits(space.v)
+            self._gather(case, plan, grid, work, (k_cache, v_cache), scratch, k | v)
+            k_cache, v_cache = scratch
+            k, v = (_strides(name, (0, x.stride(0), 0)) for name, x in (("k", k_cache), ("v", v_cache)))
+        kernels.attention_kernel[grid](
             case.q,
-            _bits(case.k_cache),
-            _bits(case.v_cache),
+            k_cache,
+            v_cache,
             case.page_table,
             case.seq_lens,
             plan.token_request,
             plan.token_position,
             plan.kv_indptr,
             plan.kv_indices,
-            *results,
+            tasks.table,
+            work,
+            case.out if space.out is None else space.out,
+            case.lse,
+            space.m,
+            space.l,
+            space.o,
             window_left=spec.window_left,
             num_kv_heads=spec.num_kv_heads,
-            num_splits=splits,
+            num_splits=case.hints.num_splits,
+            **traced,
             **_terms(spec, plan),
             **_scales("k", case.k_scales, case.k_zeros),
             **_scales("v", case.v_scales, case.v_zeros),
             **_strides("q", case.q.stride()[:2]),
-            **_strides("k", case.k_cache.stride()[:3]),
-            **_strides("v", case.v_cache.stride()[:3]),
+            **k,
+            **v,
             stride_table=case.page_table.stride(0),
-            SPLIT=splits > 1,
-            BLOCK_N=_tile(spec, case.hints.kv_tile),
+            SPLIT=case.hints.num_splits > 1,
+            GATHER=case.hints.route is not Route.DIRECT,
+            BLOCK_N=tasks.tile,
             INPUT_PRECISION=self.input_precision,
-            **_shapes(spec),
+            **_shapes(spec, case.hints),
             **_epilogue(spec.epilogue),
-            **_options(spec, _tile(spec, case.hints.kv_tile)),
+            **_options(spec, tasks.tile),
+        )
+
+    def _gather(
+        self,
+        case: Case,
+        plan: Plan,
+        grid: tuple[int],
+        work: int,
+        caches: tuple[Tensor, Tensor],
+        scratch: tuple[Tensor, Tensor],
+        strides: dict[str, int],
+    ) -> None:
+        """Launch the gather kernel, which takes the tasks as the attention kernel does."""
+        spec = case.spec
+        gather.gather_kernel[grid](
+            *caches,
+            *scratch,
+            case.page_table,
+            case.seq_lens,
+            plan.token_request,
+            plan.kv_indptr,
+            plan.kv_indices,
+            plan.tasks.table,
+            work,
+            spec.num_kv_heads,
+            **strides,
+            stride_table=case.page_table.stride(0),
+            K_STORED=(k_stored := stored(spec.k_codec, spec.head_dim_qk)),
+            V_STORED=(v_stored := stored(spec.v_codec, spec.head_dim_vo)),
+            BLOCK_K=_padded(k_stored),
+            BLOCK_V=_padded(v_stored),
+            PAGE_SIZE=spec.page_size,
+            BLOCK_SIZE=spec.block_size,
+            COPIES=copies_of(case),
+            BLOCK_N=plan.tasks.tile,
+        )
+
+    def _merge(self, case: Case, plan: Plan, space: Workspace) -> None:
+        """Launch the merge kernel over the output rows in several parts, where there are any."""
+        spec, tasks = case.spec, plan.tasks
+        rows = len(tasks.split_rows) * spec.group_size
+        if not rows:
+            return
+        merge.merge_kernel[(-(-rows // MERGE_ROWS),)](
+            case.out if space.out is None else space.out,
+            case.lse,
+            space.m,
+            space.l,
+            space.o,
+            tasks.split_rows,
+            tasks.parts,
+            sinks_ptr=plan.tables.sinks,
+            num_merged=rows,
+            num_qo_heads=spec.num_qo_heads,
+            num_splits=case.hints.num_splits,
+            GROUP=spec.group_size,
+            HEAD_DIM_VO=spec.head_dim_vo,
+            BLOCK_VO=_padded(spec.head_dim_vo),
+            BLOCK_M=MERGE_ROWS,
+            **_epilogue(spec.epilogue),
         )
 
     def _check(self, spec: AttentionSpec) -> None:
@@ -193,15 +269,26 @@ def _padded(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def _shapes(spec: AttentionSpec) -> dict[str, Any]:
+def _programs(work: int, hints: Hints, device: torch.device) -> int:
+    """Programs for `work` tasks: one each, or of those that stay one a processor."""
+    if hints.schedule is not Schedule.PERSISTENT:
+        return work
+    if device.type != "cuda":
+        return min(work, INTERPRETED_PROGRAMS)
+    return min(work, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
     """What the attention kernel is compiled for, but for tile, splits and epilogue."""
+    heads = 1 if hints.route is Route.GATHER_HEADS else spec.group_size  # that one program serves
     return {
         "GROUP": spec.group_size,
+        "HEADS": heads,
         "HEAD_DIM_QK": spec.head_dim_qk,
         "HEAD_DIM_VO": spec.head_dim_vo,
         "BLOCK_QK": _padded(spec.head_dim_qk),
         "BLOCK_VO": _padded(spec.head_dim_vo),
-        "BLOCK_M": _padded(spec.group_size),
+        "BLOCK_M": _padded(heads),
         "PAGE_SIZE": spec.page_size,
         "BLOCK_SIZE": spec.block_size,
         "CAUSAL": spec.causal is not CausalRule.NONE,
