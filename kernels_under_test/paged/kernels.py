@@ -1,5 +1,5 @@
-"""The attention kernel. A candidate row is one (query token, KV head) and serves the query heads of its group; a slot is
-one token of one entry: slot n of a row names entry n // BLOCK_SIZE of its list. A task is a range of a row's slots.
+"""The attention kernel. A candidate row is one (query token, KV head) and serves the query heads of its group; a slot
+is one token of one entry: slot n of a row names entry n // BLOCK_SIZE of its list. A task is a range of a row's slots.
 Each program takes every num_programs-th task, so that one kernel serves all schedules: as many programs as tasks, or
 as many as the device holds at once; the order of the tasks stands in the table.
 

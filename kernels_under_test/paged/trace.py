@@ -19,8 +19,8 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True)
 class Recording:
-    """The tensors of a trace, by row padded to n tiles of the longest: int32 `tokens` [rows, n * tile], -1 where there is
-    no edge; FP32 `logits` [rows, g, n * tile], `m`, `l` [rows, g, n], `o` [rows, g, n, head_dim_vo], in units of log2.
+    """The tensors of a trace, by row padded to n tiles of the longest: int32 `tokens` [rows, n * tile], -1 where no
+    edge is; FP32 `logits` [rows, g, n * tile], `m`, `l` [rows, g, n], `o` [rows, g, n, head_dim_vo], in units of log2.
     """
 
     tokens: Tensor
