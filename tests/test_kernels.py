@@ -53,7 +53,8 @@ SHARED = 227 << 10  # bytes of shared memory that a block may have on the newest
 COMPILED = (
     "decode/bf16/kv:40",
     "decode/fp16/kv:60/pattern:all/splits:2/tile:16/pos:rope/cap:30/sink:on/dropout:25/epilogue:cast",
-    "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on",
+    "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on/route:gather",
+    "decode/bf16/kv:150+9/splits:2/tile:32/schedule:persistent/route:gather_heads",
 )
 TIER = os.environ.get("SACTS_COMPILE")  # the name of a tier to compile as a whole
 
@@ -67,7 +68,7 @@ def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
         if cell.phase in ("decode", "prefill") and (cell.dim <= 512 or "rope" not in cell.pos)
     ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, compiled_kernels.__file__, *cells]
+    command = [sys.executable, compiled_kernels.__file__, "plain" if TIER else "traced", *cells]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     said = [json.loads(line) for line in done.stdout.splitlines()]
     seconds, largest = (f([each[name] for each in said]) for f, name in ((sum, "seconds"), (max, "shared")))

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_work"])
 def gather_kernel(
     k_ptr,
     v_ptr,

@@ -15,7 +15,7 @@ from .codecs import load_tile
 from .terms import epilogue, keeps, tanh, turned, with_sink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_work"])
 def attention_kernel(
     q_ptr,
     k_ptr,

@@ -6,7 +6,7 @@ import triton.language as tl
 from .terms import epilogue, with_sink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_merged"])
 def merge_kernel(
     out_ptr,
     lse_ptr,
