@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from sacts.conformance.adapter import PADDING, Case, Refused
-from sacts.kernels_under_test.paged.adapter import Adapter, shared_strides
+from sacts.kernels_under_test.paged.adapter import Adapter
+from sacts.kernels_under_test.paged.arguments import shared_strides
 from sacts.kernels_under_test.paged.plan import Plan, plan_of
 from sacts.kernels_under_test.paged.tables import LOG2E, bias_by_distance, dropout_words, turned_channels
 from sacts.matrices import tiers

@@ -6,8 +6,6 @@ interpreter on CPU tensors, compute in FP32 throughout, and torch makes the fina
 
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -31,32 +29,35 @@ from sacts.reference.numerics import Numerics
 from sacts.reference.spec import (
     AttentionSpec,
     CandidateKind,
-    CausalRule,
     Codec,
     CodecFormat,
     DType,
-    Epilogue,
     EpilogueKind,
-    Hints,
     Route,
-    ScaleGranularity,
-    Schedule,
 )
 
 from . import gather, kernels, merge
+from .arguments import (
+    INTERPRETED,
+    bits,
+    epilogue_of,
+    options,
+    padded,
+    programs,
+    scales_of,
+    shapes,
+    strides,
+    terms_of,
+    tile_of,
+)
 from .plan import Plan, normalized, plan_of
 from .trace import NOTHING, recording_of, trace_of
 from .workspace import Workspace, copies_of, needed_bytes, stored, workspace_of
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MERGE_ROWS = 16
-INTERPRETED_PROGRAMS = 3  # that stay, where there is no device whose processors could be counted
 LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
 LARGEST_TURNED = 512  # padded; on a GPU: beyond it sines and cosines fill minutes of compilation, and registers spill
 LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
-TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
-WIDE = 512  # channels of K and V, padded, beyond which the copies that a pipeline makes of a tile do not fit
-STAGED_BYTES = 192 << 10  # of all tiles that are on their way
 
 
 class Adapter:
@@ -87,10 +88,10 @@ class Adapter:
     def support(self, spec: AttentionSpec) -> Support:
         """Native for what the kernel was written for, refused with the reason otherwise; never another path."""
         for beyond, reason in (
-            (_padded(spec.head_dim_qk) > LARGEST_HEAD_DIM, f"head_dim_qk above {LARGEST_HEAD_DIM}"),
-            (_padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
+            (padded(spec.head_dim_qk) > LARGEST_HEAD_DIM, f"head_dim_qk above {LARGEST_HEAD_DIM}"),
+            (padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
             (
-                not INTERPRETED and spec.rope and _padded(spec.head_dim_qk) > LARGEST_TURNED,
+                not INTERPRETED and spec.rope and padded(spec.head_dim_qk) > LARGEST_TURNED,
                 f"not yet: rope over head_dim_qk above {LARGEST_TURNED} on a GPU",
             ),
             (spec.epilogue.kind is EpilogueKind.GATE, "not yet: epilogue gate"),
@@ -111,7 +112,7 @@ class Adapter:
         Refused as declared.
         """
         self._check(case.spec)
-        return plan_of(case, _tile(case.spec, case.hints.kv_tile))
+        return plan_of(case, tile_of(case.spec, case.hints.kv_tile))
 
     def normalize(self, case: Case) -> Normalized:
         """The lists that `plan` makes, before empty rows get a token; a multiset with its repeats."""
@@ -152,14 +153,14 @@ class Adapter:
         """Launch the attention kernel over the tasks, behind the gather kernel where there is scratch."""
         spec, tasks = case.spec, plan.tasks
         work = tasks.num_tasks * max(1, copies_of(case))
-        grid = (_programs(work, case.hints, case.q.device),)
-        k_cache, v_cache = _bits(case.k_cache), _bits(case.v_cache)
-        k, v = _strides("k", k_cache.stride()[:3]), _strides("v", v_cache.stride()[:3])
+        grid = (programs(work, case.hints, case.q.device),)
+        k_cache, v_cache = bits(case.k_cache), bits(case.v_cache)
+        k, v = strides("k", k_cache.stride()[:3]), strides("v", v_cache.stride()[:3])
         if space.k is not None and space.v is not None:
-            scratch = _bits(space.k), _bits(space.v)
+            scratch = bits(space.k), bits(space.v)
             self._gather(case, plan, grid, work, (k_cache, v_cache), scratch, k | v)
             k_cache, v_cache = scratch
-            k, v = (_strides(name, (0, x.stride(0), 0)) for name, x in (("k", k_cache), ("v", v_cache)))
+            k, v = (strides(name, (0, x.stride(0), 0)) for name, x in (("k", k_cache), ("v", v_cache)))
         kernels.attention_kernel[grid](
             case.q,
             k_cache,
@@ -181,10 +182,10 @@ class Adapter:
             num_kv_heads=spec.num_kv_heads,
             num_splits=case.hints.num_splits,
             **traced,
-            **_terms(spec, plan),
-            **_scales("k", case.k_scales, case.k_zeros),
-            **_scales("v", case.v_scales, case.v_zeros),
-            **_strides("q", case.q.stride()[:2]),
+            **terms_of(spec, plan),
+            **scales_of("k", case.k_scales, case.k_zeros),
+            **scales_of("v", case.v_scales, case.v_zeros),
+            **strides("q", case.q.stride()[:2]),
             **k,
             **v,
             stride_table=case.page_table.stride(0),
@@ -192,9 +193,9 @@ class Adapter:
             GATHER=case.hints.route is not Route.DIRECT,
             BLOCK_N=tasks.tile,
             INPUT_PRECISION=self.input_precision,
-            **_shapes(spec, case.hints),
-            **_epilogue(spec.epilogue),
-            **_options(spec, tasks.tile),
+            **shapes(spec, case.hints),
+            **epilogue_of(spec.epilogue),
+            **options(spec, tasks.tile),
         )
 
     def _gather(
@@ -205,7 +206,7 @@ class Adapter:
         work: int,
         caches: tuple[Tensor, Tensor],
         scratch: tuple[Tensor, Tensor],
-        strides: dict[str, int],
+        laid: dict[str, int],
     ) -> None:
         """Launch the gather kernel, which takes the tasks as the attention kernel does."""
         spec = case.spec
@@ -220,12 +221,12 @@ class Adapter:
             plan.tasks.table,
             work,
             spec.num_kv_heads,
-            **strides,
+            **laid,
             stride_table=case.page_table.stride(0),
             K_STORED=(k_stored := stored(spec.k_codec, spec.head_dim_qk)),
             V_STORED=(v_stored := stored(spec.v_codec, spec.head_dim_vo)),
-            BLOCK_K=_padded(k_stored),
-            BLOCK_V=_padded(v_stored),
+            BLOCK_K=padded(k_stored),
+            BLOCK_V=padded(v_stored),
             PAGE_SIZE=spec.page_size,
             BLOCK_SIZE=spec.block_size,
             COPIES=copies_of(case),
@@ -252,9 +253,9 @@ class Adapter:
             num_splits=case.hints.num_splits,
             GROUP=spec.group_size,
             HEAD_DIM_VO=spec.head_dim_vo,
-            BLOCK_VO=_padded(spec.head_dim_vo),
+            BLOCK_VO=padded(spec.head_dim_vo),
             BLOCK_M=MERGE_ROWS,
-            **_epilogue(spec.epilogue),
+            **epilogue_of(spec.epilogue),
         )
 
     def _check(self, spec: AttentionSpec) -> None:
@@ -262,71 +263,6 @@ class Adapter:
         support = self.support(spec)
         if support.status == "refused":
             raise Refused(support.reason)
-
-
-def _padded(n: int) -> int:
-    """The power of two from 16 on that holds n: what tl.dot and tl.arange take."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def _programs(work: int, hints: Hints, device: torch.device) -> int:
-    """Programs for `work` tasks: one each, or of those that stay one a processor."""
-    if hints.schedule is not Schedule.PERSISTENT:
-        return work
-    if device.type != "cuda":
-        return min(work, INTERPRETED_PROGRAMS)
-    return min(work, torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
-    """What the attention kernel is compiled for, but for tile, splits and epilogue."""
-    heads = 1 if hints.route is Route.GATHER_HEADS else spec.group_size  # that one program serves
-    return {
-        "GROUP": spec.group_size,
-        "HEADS": heads,
-        "HEAD_DIM_QK": spec.head_dim_qk,
-        "HEAD_DIM_VO": spec.head_dim_vo,
-        "BLOCK_QK": _padded(spec.head_dim_qk),
-        "BLOCK_VO": _padded(spec.head_dim_vo),
-        "BLOCK_M": _padded(heads),
-        "PAGE_SIZE": spec.page_size,
-        "BLOCK_SIZE": spec.block_size,
-        "CAUSAL": spec.causal is not CausalRule.NONE,
-        "WINDOW": spec.window_left >= 0,
-        "K_CODEC": spec.k_codec.format.value if spec.k_codec else "none",
-        "V_CODEC": spec.v_codec.format.value if spec.v_codec else "none",
-        "UPCAST": INTERPRETED,
-    }
-
-
-def _tile(spec: AttentionSpec, hint: int) -> int:
-    """Slots in a tile: the hint, on a GPU at most as many as leave shared memory for K and V of a tile."""
-    if not INTERPRETED:
-        fp32 = spec.dtype is DType.FP32 or spec.rope or spec.k_codec or spec.v_codec  # on their way to tl.dot
-        size = 4 if fp32 else 2
-        hint = min(hint, TILE_BYTES // (size * (_padded(spec.head_dim_qk) + _padded(spec.head_dim_vo))))
-    return max(16, 1 << (max(hint, 1).bit_length() - 1))
-
-
-def _options(spec: AttentionSpec, tile: int) -> dict[str, int]:
-    """How a kernel is compiled: with as many tiles on their way at once, 3 at most, as shared memory holds of what they
-    load; wide heads with more warps.
-    """
-    size = 4 if spec.dtype is DType.FP32 else 2
-    k, v = (_loaded(codec, size) for codec in (spec.k_codec, spec.v_codec))
-    partners = 2 if spec.rope else 1  # RoPE loads each channel with the one that turns with it
-    loaded = tile * (partners * k * _padded(spec.head_dim_qk) + v * _padded(spec.head_dim_vo))
-    if _padded(spec.head_dim_qk) + _padded(spec.head_dim_vo) > WIDE:
-        return {"num_warps": 8, "num_stages": 1}
-    return {"num_stages": max(1, min(3, STAGED_BYTES // loaded))}
-
-
-def _loaded(codec: Codec | None, size: int) -> int:
-    """Bytes that one channel of a slot loads: what is stored, and a scale and zero point where channels have any."""
-    if codec is None:
-        return size
-    by_channel = codec.granularity in (ScaleGranularity.CHANNEL, ScaleGranularity.PAGE_CHANNEL)
-    return 1 + 4 * by_channel * (1 + codec.asymmetric)
 
 
 def _unread(codec: Codec | None) -> str:
@@ -338,63 +274,3 @@ def _unread(codec: Codec | None) -> str:
     if codec.nibble_axis != "dim":
         return f"{codec.format} packed along {codec.nibble_axis}"
     return "" if codec.low_nibble_first else f"{codec.format} with the high nibble first"
-
-
-def _bits(cache: Tensor) -> Tensor:
-    """A cache; of fp8 its bits, which the kernel decodes itself."""
-    return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
-
-
-def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """Arguments: token and head of q; page, token and head of a cache; and the dim of scales."""
-    axes = ("token", "head") if name == "q" else ("page", "token", "head", "dim")
-    return {f"stride_{name}_{axis}": stride for axis, stride in zip(axes, strides, strict=False)}
-
-
-def _scales(name: str, scales: Tensor | None, zeros: Tensor | None) -> dict[str, Any]:
-    """Arguments of one codec. Raises ValueError for zero points that do not lie as their scales do."""
-    strides = (0, 0, 0, 0) if scales is None else shared_strides(scales)
-    if scales is not None and zeros is not None and shared_strides(zeros) != strides:
-        raise ValueError(f"{name}_zeros must have the strides of {name}_scales {strides}, got {shared_strides(zeros)}")
-    return {
-        f"{name}_scales_ptr": scales,
-        f"{name}_zeros_ptr": zeros,
-        f"{name.upper()}_CHANNELS": scales is not None and scales.shape[3] > 1,
-        **_strides(f"{name}s", strides),
-    }
-
-
-def shared_strides(scales: Tensor) -> tuple[int, ...]:
-    """Strides of scales [pages, page_size, heads, dim], 0 along the axes of size 1, which share one."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
-
-
-def _terms(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
-    """Arguments of the terms. Logits are in units of log2; under a soft cap c tanh(z / c) only behind it."""
-    tables, cap, dropout = plan.tables, spec.logits_soft_cap, spec.dropout
-    return {
-        "scale": spec.sm_scale / cap if cap else spec.sm_scale * math.log2(math.e),
-        "cap_log2": cap * math.log2(math.e) if cap else None,
-        "forced_ptr": plan.forced,
-        "ordinals_ptr": plan.ordinals,
-        "query_ordinals_ptr": plan.query_ordinals,
-        "log2_counts_ptr": plan.log2_counts,
-        "frequency_ptr": tables.frequency,
-        "partner_ptr": tables.partner,
-        "slopes_ptr": tables.slopes,
-        "bucket_bias_ptr": tables.bucket_bias,
-        "bucket_reach": spec.buckets.first[-1] if spec.buckets else 0,
-        "sinks_ptr": tables.sinks,
-        "dropout_ptr": tables.dropout,
-        "keep_scale": 1.0 / (1.0 - dropout.p) if dropout else 1.0,
-    }
-
-
-def _epilogue(how: Epilogue) -> dict[str, Any]:
-    """Arguments of an epilogue: its kind, the dtype of a cast or the function; step and largest code of low_bit."""
-    kind = how.dtype or how.function or how.kind
-    return {
-        "EPILOGUE": "none" if kind is DType.FP32 else kind.value,
-        "epilogue_step": how.scale or 1.0,
-        "epilogue_largest": float((1 << (how.bits - 1)) - 1) if how.bits else 0.0,
-    }
