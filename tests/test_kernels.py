@@ -21,7 +21,15 @@ from sacts.conformance.adapter import PADDING, Case, Refused
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.kernels_under_test.paged.arguments import shared_strides
 from sacts.kernels_under_test.paged.plan import Plan, plan_of
-from sacts.kernels_under_test.paged.tables import LOG2E, bias_by_distance, dropout_words, turned_channels
+from sacts.kernels_under_test.paged.tables import (
+    LOG2E,
+    bias_by_distance,
+    dropout_words,
+    paired_channels,
+    positions_of,
+    turns_bytes,
+    turns_of,
+)
 from sacts.matrices import tiers
 from sacts.matrices.cell import parse
 from sacts.reference.spec import (
@@ -62,12 +70,7 @@ TIER = os.environ.get("SACTS_COMPILE")  # the name of a tier to compile as a who
 
 def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
     chosen = tiers.load(tiers.path_of(TIER)) if TIER else [parse(cell) for cell in COMPILED]
-    # RoPE over 576 channels is refused on a GPU.
-    cells = [
-        cell.id
-        for cell in chosen
-        if cell.phase in ("decode", "prefill") and (cell.dim <= 512 or "rope" not in cell.pos)
-    ]
+    cells = [cell.id for cell in chosen if cell.phase in ("decode", "prefill")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, compiled_kernels.__file__, "plain" if TIER else "traced", *cells]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -152,16 +155,26 @@ def test_dropout_draws_by_key_query_head_and_uid_under_all_64_bits_of_the_seed(m
 @pytest.mark.parametrize("layout", RopeLayout)
 @pytest.mark.parametrize("rotary_dim", [2, 12, 16])
 def test_rope_multiplies_each_pair_by_a_complex_number(layout: RopeLayout, rotary_dim: int) -> None:
-    rope, position = RoPE(rotary_dim, 100.0, layout), 5
-    x = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    frequency, partner = turned_channels(rope, 16)
-    turned = x * torch.cos(position * frequency) + x[partner.long()] * torch.sin(position * frequency)
-    right = x.clone()
+    rope, low, position = RoPE(rotary_dim, 100.0, layout), -3, 5
+    first, second = paired_channels(rope, 17).tolist()
+    assert sorted(c for c in first + second if c >= 0) == list(range(17))
+    assert len(first) == 16 and second[8] == -1
+    table = turns_of(rope, low, 9, torch.device("cpu"))
+    assert table.shape == (13, 2, rotary_dim // 2) and table.dtype == torch.float32
+    cosine, sine = table[position - low].double()
     for pair in range(rotary_dim // 2):
-        first, second = (pair, pair + rotary_dim // 2) if layout is RopeLayout.HALF_SPLIT else (2 * pair, 2 * pair + 1)
-        z = complex(x[first], x[second]) * np.exp(1j * position * 100.0 ** (-2 * pair / rotary_dim))
-        right[first], right[second] = z.real, z.imag
-    torch.testing.assert_close(turned, right, rtol=1e-6, atol=1e-6)
+        half = (pair, pair + rotary_dim // 2) if layout is RopeLayout.HALF_SPLIT else (2 * pair, 2 * pair + 1)
+        assert (first[pair], second[pair]) == half
+        turn = np.exp(1j * position * 100.0 ** (-2 * pair / rotary_dim))
+        assert abs(complex(cosine[pair], sine[pair]) - turn) < 2.0**-24
+
+
+def test_the_table_of_rope_covers_every_position_that_turns() -> None:
+    spec = spec_of(rope=RoPE(8), seq_lens=(10, 6), qo_lens=(2, 9))
+    assert positions_of(spec) == (-3, 10)  # a query before its request's first key; an ordinal may be T
+    assert turns_bytes(spec) == turns_of(RoPE(8), -3, 10, torch.device("cpu")).nbytes
+    far = spec_of(rope=RoPE(8), seq_lens=(10,), qo_lens=(1,), causal=CausalRule.ABSOLUTE, query_positions=(1 << 30,))
+    assert str(Adapter().support(far)) == "refused(rope at positions whose table exceeds 1073741824 bytes)"
 
 
 @pytest.mark.parametrize("both", [False, True])

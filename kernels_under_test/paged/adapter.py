@@ -42,7 +42,6 @@ from .arguments import (
     bits,
     epilogue_of,
     options,
-    padded,
     programs,
     scales_of,
     shapes,
@@ -51,12 +50,13 @@ from .arguments import (
     tile_of,
 )
 from .plan import Plan, normalized, plan_of
+from .tables import padded, turns_bytes
 from .trace import NOTHING, recording_of, trace_of
 from .workspace import Workspace, copies_of, needed_bytes, stored, workspace_of
 
 MERGE_ROWS = 16
 LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
-LARGEST_TURNED = 512  # padded; on a GPU: beyond it sines and cosines fill minutes of compilation, and registers spill
+LARGEST_TURNS = 1 << 30  # bytes of the table of cosines and sines
 LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
 
 
@@ -79,7 +79,10 @@ class Adapter:
                 # Operands of tl.dot have one dtype: K behind scale and RoPE, q behind RoPE, and V behind its scale.
                 reconstructed=DType.FP32 if INTERPRETED else dtype,
                 rotated=DType.FP32 if INTERPRETED else dtype,
-                u_freq=2.0**-24,  # a table, rounded once
+                # Cosines and sines are a table, made in FP64 and rounded once.
+                u_freq=2.0**-51,
+                u_angle=2.0**-51,
+                u_sin=2.0**-24,
             )
             for dtype in DType
         },
@@ -90,10 +93,7 @@ class Adapter:
         for beyond, reason in (
             (padded(spec.head_dim_qk) > LARGEST_HEAD_DIM, f"head_dim_qk above {LARGEST_HEAD_DIM}"),
             (padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
-            (
-                not INTERPRETED and spec.rope and padded(spec.head_dim_qk) > LARGEST_TURNED,
-                f"not yet: rope over head_dim_qk above {LARGEST_TURNED} on a GPU",
-            ),
+            (turns_bytes(spec) > LARGEST_TURNS, f"rope at positions whose table exceeds {LARGEST_TURNS} bytes"),
             (spec.epilogue.kind is EpilogueKind.GATE, "not yet: epilogue gate"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
             (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
@@ -251,7 +251,7 @@ class Adapter:
             num_merged=rows,
             num_qo_heads=spec.num_qo_heads,
             num_splits=case.hints.num_splits,
-            GROUP=spec.group_size,
+            group_size=spec.group_size,
             HEAD_DIM_VO=spec.head_dim_vo,
             BLOCK_VO=padded(spec.head_dim_vo),
             BLOCK_M=MERGE_ROWS,

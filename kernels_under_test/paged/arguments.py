@@ -22,17 +22,13 @@ from sacts.reference.spec import (
 )
 
 from .plan import Plan
+from .tables import padded
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED_PROGRAMS = 3  # that stay, where there is no device whose processors could be counted
 TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
 WIDE = 512  # channels of K and V, padded, beyond which the copies that a pipeline makes of a tile do not fit
 STAGED_BYTES = 192 << 10  # of all tiles that are on their way
-
-
-def padded(n: int) -> int:
-    """The power of two from 16 on that holds n: what tl.dot and tl.arange take."""
-    return max(16, 1 << (n - 1).bit_length())
 
 
 def programs(work: int, hints: Hints, device: torch.device) -> int:
@@ -54,6 +50,7 @@ def shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
         "HEAD_DIM_VO": spec.head_dim_vo,
         "BLOCK_QK": padded(spec.head_dim_qk),
         "BLOCK_VO": padded(spec.head_dim_vo),
+        "BLOCK_PAIRS": padded(-(-spec.head_dim_qk // 2)) if spec.rope else 0,
         "BLOCK_M": padded(heads),
         "PAGE_SIZE": spec.page_size,
         "BLOCK_SIZE": spec.block_size,
@@ -80,8 +77,8 @@ def options(spec: AttentionSpec, tile: int) -> dict[str, int]:
     """
     size = 4 if spec.dtype is DType.FP32 else 2
     k, v = (_loaded(codec, size) for codec in (spec.k_codec, spec.v_codec))
-    partners = 2 if spec.rope else 1  # RoPE loads each channel with the one that turns with it
-    loaded = tile * (partners * k * padded(spec.head_dim_qk) + v * padded(spec.head_dim_vo))
+    turns = 4 if spec.rope else 0  # half a cosine and half a sine a channel
+    loaded = tile * ((k + turns) * padded(spec.head_dim_qk) + v * padded(spec.head_dim_vo))
     if padded(spec.head_dim_qk) + padded(spec.head_dim_vo) > WIDE:
         return {"num_warps": 8, "num_stages": 1}
     return {"num_stages": max(1, min(3, STAGED_BYTES // loaded))}
@@ -134,8 +131,10 @@ def terms_of(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
         "ordinals_ptr": plan.ordinals,
         "query_ordinals_ptr": plan.query_ordinals,
         "log2_counts_ptr": plan.log2_counts,
-        "frequency_ptr": tables.frequency,
-        "partner_ptr": tables.partner,
+        "turns_ptr": tables.turns,
+        "channels_ptr": tables.channels,
+        "turns_low": tables.turns_low,
+        "num_pairs": spec.rope.rotary_dim // 2 if spec.rope else 0,
         "slopes_ptr": tables.slopes,
         "bucket_bias_ptr": tables.bucket_bias,
         "bucket_reach": spec.buckets.first[-1] if spec.buckets else 0,

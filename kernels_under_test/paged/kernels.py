@@ -37,8 +37,10 @@ def attention_kernel(
     ordinals_ptr,
     query_ordinals_ptr,
     log2_counts_ptr,
-    frequency_ptr,
-    partner_ptr,
+    turns_ptr,
+    channels_ptr,
+    turns_low,
+    num_pairs,
     slopes_ptr,
     bucket_bias_ptr,
     bucket_reach,
@@ -85,6 +87,7 @@ def attention_kernel(
     HEAD_DIM_VO: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -134,12 +137,17 @@ def attention_kernel(
         if query_ordinals_ptr is not None:
             query = tl.load(query_ordinals_ptr + row)
         q_row = q_ptr + token.to(tl.int64) * stride_q_token + qo_head[:, None] * stride_q_head
-        q = tl.load(q_row + dim_qk[None, :], mask=q_mask, other=0.0)
-        if partner_ptr is not None:
-            frequency = tl.load(frequency_ptr + dim_qk, mask=dim_qk < HEAD_DIM_QK, other=0.0)
-            partner = tl.load(partner_ptr + dim_qk, mask=dim_qk < HEAD_DIM_QK, other=0)
-            q_partner = tl.load(q_row + partner[None, :], mask=q_mask, other=0.0)
-            q = turned(q, q_partner, (query.to(tl.float32) * frequency)[None, :])
+        if turns_ptr is None:
+            q = tl.load(q_row + dim_qk[None, :], mask=q_mask, other=0.0)
+        else:  # the two channels of a pair stand at one place of two tiles; -1: there is none
+            pair = tl.arange(0, BLOCK_PAIRS)
+            dim_first = tl.load(channels_ptr + pair)
+            dim_second = tl.load(channels_ptr + BLOCK_PAIRS + pair)
+            q = tl.load(q_row + dim_first[None, :], mask=in_group[:, None] & (dim_first >= 0)[None, :], other=0.0)
+            q_2 = tl.load(q_row + dim_second[None, :], mask=in_group[:, None] & (dim_second >= 0)[None, :], other=0.0)
+            turn = turns_ptr + (query - turns_low).to(tl.int64) * 2 * num_pairs + pair[None, :]
+            q, q_2 = turned(q, q_2, turn, pair, num_pairs)
+            q_2 = q_2.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
         q = q.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
         if forced_ptr is not None:
             forced = tl.load(forced_ptr + row)
@@ -174,24 +182,35 @@ def attention_kernel(
                 k_slot = k_ptr + place * stride_k_token
                 v_slot = v_ptr + place * stride_v_token
             k_mask = valid[:, None]
-            if BLOCK_QK != HEAD_DIM_QK:
+            if turns_ptr is not None:
+                k_mask = k_mask & (dim_first >= 0)[None, :]
+            elif BLOCK_QK != HEAD_DIM_QK:
                 k_mask = k_mask & (dim_qk < HEAD_DIM_QK)[None, :]
-            if K_CODEC == "none":
+            if turns_ptr is not None:
+                k = load_tile(
+                    k_slot, dim_first, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
+                )  # fmt: skip
+            elif K_CODEC == "none":
                 k = tl.load(k_slot[:, None] + dim_qk[None, :], mask=k_mask, other=0.0)
             else:
                 k = load_tile(
                     k_slot, dim_qk, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
                     stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
                 )  # fmt: skip
-            if partner_ptr is not None:  # each key turns by its own position
-                k_partner = load_tile(
-                    k_slot, partner, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
+            if turns_ptr is not None:  # each key turns by its own position
+                k_2 = load_tile(
+                    k_slot, dim_second, valid, valid[:, None] & (dim_second >= 0)[None, :], k_scales_ptr, k_zeros_ptr,
+                    page, offset, kv_head, stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC,
+                    K_CHANNELS,
                 )  # fmt: skip
-                k = turned(k, k_partner, key.to(tl.float32)[:, None] * frequency[None, :])
-            k = k.to(q.dtype)
+                k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
+                k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
             # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
-            z = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * scale
+            z = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=INPUT_PRECISION)
+            if turns_ptr is not None:
+                z = tl.dot(q_2, tl.trans(k_2.to(q.dtype)), z, input_precision=INPUT_PRECISION)
+            z = z * scale
             if cap_log2 is not None:
                 z = tanh(z) * cap_log2
             if slopes_ptr is not None:

@@ -21,7 +21,7 @@ def merge_kernel(
     num_merged,
     num_qo_heads,
     num_splits,
-    GROUP: tl.constexpr,
+    group_size,
     HEAD_DIM_VO: tl.constexpr,
     BLOCK_VO: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -32,9 +32,9 @@ def merge_kernel(
     """
     merged = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = merged < num_merged
-    row = tl.load(split_rows_ptr + merged // GROUP, mask=inside, other=0)
-    parts = tl.load(parts_ptr + merged // GROUP, mask=inside, other=0)
-    out_row = row.to(tl.int64) * GROUP + merged % GROUP
+    row = tl.load(split_rows_ptr + merged // group_size, mask=inside, other=0)
+    parts = tl.load(parts_ptr + merged // group_size, mask=inside, other=0)
+    out_row = row.to(tl.int64) * group_size + merged % group_size
     dim_vo = tl.arange(0, BLOCK_VO)
     out_mask = inside[:, None]
     if BLOCK_VO != HEAD_DIM_VO:
