@@ -15,12 +15,14 @@ import launched_kernels
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacts.conformance.adapter import Backend, Case, Refused
 from sacts.conformance.build import build
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.kernels_under_test.paged import adapter as paged
+from sacts.kernels_under_test.paged import gather, kernels, merge
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.kernels_under_test.paged.tasks import Tasks, shuffled, tasks_of
 from sacts.matrices.cell import parse
@@ -108,6 +110,7 @@ def case_of(cell: str, hints: Hints | None = None) -> Case:
 
 
 CELL = "decode/bf16/kv:40+21/splits:2/tile:32"
+KERNELS = ((kernels, "attention_kernel"), (merge, "merge_kernel"), (gather, "gather_kernel"))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,56 @@ def test_the_workspace_is_what_the_reference_counts(
     fp32_out = 4 * spec.num_tokens * spec.num_qo_heads * spec.head_dim_vo if interpreted else 0
     asked = Adapter().workspace_bytes(case)
     assert asked == workspace_bytes(spec, case.hints, len(case.kv_indices)) + fp32_out
+
+
+class Operations(TorchDispatchMode):
+    """The operations that torch performs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func.overloadpacket))
+        return func(*args, **kwargs or {})
+
+
+class Unlaunched:
+    """In place of a kernel."""
+
+    launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Unlaunched:
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        self.launches += 1
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "decode/bf16/kv:150+9/splits:2/tile:32",
+        "decode/fp32/kv:60+1/dim:80/pattern:all/pos:rope/dropout:25/kind:sequence",
+        "decode/fp32/kv:60+40/cache:strided/kcodec:fp8_e5m2/vcodec:int8/scales:page_head",
+    ],
+)
+def test_run_allocates_nothing_and_reads_nothing_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, cell: str, route: Route, schedule: Schedule
+) -> None:
+    launched = [Unlaunched() for _ in range(3)]
+    for (module, name), stub in zip(KERNELS, launched, strict=True):
+        monkeypatch.setattr(module, name, stub)
+    adapter = Adapter()
+    case = case_of(cell, replace(build(parse(cell)).hints, route=route, schedule=schedule))
+    plan = adapter.plan(case)
+    with Operations() as performed:
+        adapter.run(case, plan)
+    assert performed.names <= {"aten.slice", "aten.view", "aten.detach"}  # views
+    gathers = route is not Route.DIRECT
+    assert [stub.launches for stub in launched] == [1, int("splits" in cell), int(gathers)]
 
 
 # --- what is launched
