@@ -58,7 +58,7 @@ def gather_kernel(
             page = tl.load(page_table_ptr + request * stride_table + t // PAGE_SIZE, mask=committed, other=0)
             page = page.to(tl.int64)
             offset = (t % PAGE_SIZE).to(tl.int64)
-            place = ((start * BLOCK_SIZE).to(tl.int64) + slot) * COPIES + work % COPIES
+            place = (start.to(tl.int64) * BLOCK_SIZE + slot) * COPIES + work % COPIES
             k_slot = k_ptr + page * stride_k_page + offset * stride_k_token + kv_head * stride_k_head
             k_there = (dim_k < K_STORED)[None, :]
             k = tl.load(k_slot[:, None] + dim_k[None, :], mask=committed[:, None] & k_there, other=0)

@@ -178,7 +178,7 @@ def attention_kernel(
             k_slot = k_ptr + page * stride_k_page + offset * stride_k_token + kv_head * stride_k_head
             v_slot = v_ptr + page * stride_v_page + offset * stride_v_token + kv_head * stride_v_head
             if GATHER:  # scratch holds the slots of the rows one behind the other, each slot once a copy
-                place = ((start * BLOCK_SIZE).to(tl.int64) + slot) * copies + work % copies
+                place = (start.to(tl.int64) * BLOCK_SIZE + slot) * copies + work % copies
                 k_slot = k_ptr + place * stride_k_token
                 v_slot = v_ptr + place * stride_v_token
             k_mask = valid[:, None]
