@@ -60,6 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 SHARED = 227 << 10  # bytes of shared memory that a block may have on the newest architecture that is asked for
 COMPILED = (
+    "decode/bf16/kv:60/heads:4-1/dim:576/vdim:512/pos:rope",
     "decode/bf16/kv:40",
     "decode/fp16/kv:60/pattern:all/splits:2/tile:16/pos:rope/cap:30/sink:on/dropout:25/epilogue:cast",
     "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on/route:gather",

@@ -137,14 +137,15 @@ def attention_kernel(
         if query_ordinals_ptr is not None:
             query = tl.load(query_ordinals_ptr + row)
         q_row = q_ptr + token.to(tl.int64) * stride_q_token + qo_head[:, None] * stride_q_head
+        dim_k = dim_qk
         if turns_ptr is None:
             q = tl.load(q_row + dim_qk[None, :], mask=q_mask, other=0.0)
         else:  # the two channels of a pair stand at one place of two tiles; -1: there is none
             pair = tl.arange(0, BLOCK_PAIRS)
-            dim_first = tl.load(channels_ptr + pair)
-            dim_second = tl.load(channels_ptr + BLOCK_PAIRS + pair)
-            q = tl.load(q_row + dim_first[None, :], mask=in_group[:, None] & (dim_first >= 0)[None, :], other=0.0)
-            q_2 = tl.load(q_row + dim_second[None, :], mask=in_group[:, None] & (dim_second >= 0)[None, :], other=0.0)
+            dim_k = tl.load(channels_ptr + pair)
+            dim_k_2 = tl.load(channels_ptr + BLOCK_PAIRS + pair)
+            q = tl.load(q_row + dim_k[None, :], mask=in_group[:, None] & (dim_k >= 0)[None, :], other=0.0)
+            q_2 = tl.load(q_row + dim_k_2[None, :], mask=in_group[:, None] & (dim_k_2 >= 0)[None, :], other=0.0)
             turn = turns_ptr + (query - turns_low).to(tl.int64) * 2 * num_pairs + pair[None, :]
             q, q_2 = turned(q, q_2, turn, pair, num_pairs)
             q_2 = q_2.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
@@ -183,27 +184,25 @@ def attention_kernel(
                 v_slot = v_ptr + place * stride_v_token
             k_mask = valid[:, None]
             if turns_ptr is not None:
-                k_mask = k_mask & (dim_first >= 0)[None, :]
+                k_mask = k_mask & (dim_k >= 0)[None, :]
             elif BLOCK_QK != HEAD_DIM_QK:
                 k_mask = k_mask & (dim_qk < HEAD_DIM_QK)[None, :]
-            if turns_ptr is not None:
-                k = load_tile(
-                    k_slot, dim_first, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
-                )  # fmt: skip
-            elif K_CODEC == "none":
-                k = tl.load(k_slot[:, None] + dim_qk[None, :], mask=k_mask, other=0.0)
+            if K_CODEC == "none":
+                k = tl.load(k_slot[:, None] + dim_k[None, :], mask=k_mask, other=0.0)
             else:
                 k = load_tile(
-                    k_slot, dim_qk, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                    k_slot, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
                     stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
                 )  # fmt: skip
             if turns_ptr is not None:  # each key turns by its own position
-                k_2 = load_tile(
-                    k_slot, dim_second, valid, valid[:, None] & (dim_second >= 0)[None, :], k_scales_ptr, k_zeros_ptr,
-                    page, offset, kv_head, stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC,
-                    K_CHANNELS,
-                )  # fmt: skip
+                k_mask = valid[:, None] & (dim_k_2 >= 0)[None, :]
+                if K_CODEC == "none":
+                    k_2 = tl.load(k_slot[:, None] + dim_k_2[None, :], mask=k_mask, other=0.0)
+                else:
+                    k_2 = load_tile(
+                        k_slot, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                        stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
+                    )  # fmt: skip
                 k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
                 k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
             # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
