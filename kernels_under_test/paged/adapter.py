@@ -124,9 +124,9 @@ class Adapter:
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """Launch the gather kernel where candidates are gathered, the attention kernel, and the merge kernel where rows
-        are split. Raises Refused as declared, and for a plan of another case or a workspace that is too small.
+        are split. Raises Refused as declared (`plan` does), for a plan of another case, and for a workspace that is too
+        small.
         """
-        self._check(case.spec)
         plan = plan or self.plan(case)
         plan.made_for.check(case)
         space = workspace_of(case, fp32_out=INTERPRETED)
@@ -139,7 +139,6 @@ class Adapter:
 
     def trace(self, case: Case, plan: Plan | None = None) -> Trace:
         """What `run` computes on its way, in memory of its own. Raises Refused as `run` does."""
-        self._check(case.spec)
         plan = plan or self.plan(case)
         own = torch.empty(self.workspace_bytes(case), dtype=torch.uint8, device=case.q.device)
         case = replace(case, workspace=own, out=torch.empty_like(case.out), lse=torch.empty_like(case.lse))

@@ -43,7 +43,7 @@ def tables_of(spec: AttentionSpec, device: torch.device) -> Tables:
         return torch.tensor([x * LOG2E for x in values], dtype=torch.float32, device=device) if values else None
 
     channels = paired_channels(spec.rope, spec.head_dim_qk) if spec.rope else None
-    low, high = positions_of(spec)
+    low, high = positions_of(spec) if spec.rope else (0, 0)
     bias = bias_by_distance(spec.buckets) if spec.buckets else None
     dropout = dropout_words(spec.dropout, spec.num_requests) if spec.dropout else None
     return Tables(
@@ -65,8 +65,10 @@ def positions_of(spec: AttentionSpec) -> tuple[int, int]:
 
 def turns_bytes(spec: AttentionSpec) -> int:
     """Of the table of RoPE: 0 without."""
+    if not spec.rope:
+        return 0
     low, high = positions_of(spec)
-    return (high - low + 1) * spec.rope.rotary_dim * 4 if spec.rope else 0
+    return (high - low + 1) * spec.rope.rotary_dim * 4
 
 
 def turns_of(rope: RoPE, low: int, high: int, device: torch.device) -> Tensor:
