@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .candidates import CandidateLists, ValidatedCandidates, distinct, lists_of, rows_of
-from .spec import AttentionSpec, DType, Hints, ScaleGranularity
+from .spec import AttentionSpec, Codec, DType, EmptyRowRule, Hints, Route, ScaleGranularity
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -23,6 +23,7 @@ Ints = NDArray[np.int64]
 ITEM_BYTES = {DType.FP16: 2, DType.BF16: 2, DType.FP32: 4}
 INDEX_BYTES = 4  # int32
 FP32_BYTES = 4
+SCRATCH_ALIGNMENT = 16  # bytes
 
 # --- tiles
 
@@ -205,6 +206,31 @@ def transaction_efficiency(addresses: ArrayLike, item: int, line: int = 128) -> 
     """Useful bytes (distinct items) per byte moved, before any cache."""
     useful = len(np.unique(np.asarray(addresses, np.int64))) * item
     return useful / transaction_bytes(addresses, item, line)
+
+
+def workspace_bytes(spec: AttentionSpec, hints: Hints, entries: int) -> int:
+    """What a launch needs beside its outputs, known before its plan; `entries`: of the raw lists of all rows.
+
+    Where rows may be split, o, m and l of every (query token, split, query head) in FP32: equation (13), seed 5.1. On
+    the gather routes one write of K and V of every candidate slot (seed 2.1, the first half of equation (3)), for each
+    KV head or again for each of its query heads (seed 2.2), as they are stored, K and V each rounded up to
+    SCRATCH_ALIGNMENT; a row that is forced to attend a token may need one entry more than it names.
+    """
+    partials = partial_bytes(spec.num_tokens, hints.num_splits, spec.num_qo_heads, spec.head_dim_vo)
+    split = sum(partials) if hints.num_splits > 1 else 0
+    if hints.route is Route.DIRECT:
+        return split
+    forces = spec.empty_row in (EmptyRowRule.FORCE_SELF, EmptyRowRule.FORCE_SINK_TOKEN)
+    slots = (entries + forces * spec.num_rows) * spec.block_size
+    copies = slots * (spec.group_size if hints.route is Route.GATHER_HEADS else 1)
+    dims = (spec.k_codec, spec.head_dim_qk), (spec.v_codec, spec.head_dim_vo)
+    scratch = (copies * stored_bytes(spec, codec, head_dim) for codec, head_dim in dims)
+    return split + sum(math.ceil(each / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for each in scratch)
+
+
+def stored_bytes(spec: AttentionSpec, codec: Codec | None, head_dim: int) -> int:
+    """Bytes of one token's K or V in one KV head, as it is stored."""
+    return head_dim * ITEM_BYTES[spec.dtype] if codec is None else math.ceil(head_dim * codec.format.bits / 8)
 
 
 # --- times

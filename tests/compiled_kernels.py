@@ -1,5 +1,6 @@
-"""Compiles for a GPU, without one, what the bundled adapter launches for the cells that are named, and prints a line of
-JSON for each kernel. Run by test_kernels.py in a process of its own, without TRITON_INTERPRET.
+"""Compiles for a GPU, without one, what the bundled adapter launches for the cells that are named (the first word:
+`traced` or `plain`, with their traces or without), and prints a line of JSON for each kernel. Run by test_kernels.py in
+a process of its own, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sacts.conformance.adapter import Backend
 from sacts.conformance.build import build
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
-from sacts.kernels_under_test.paged import adapter, kernels
+from sacts.kernels_under_test.paged import adapter, gather, kernels, merge
 from sacts.matrices.cell import parse
 
 POINTERS = {
@@ -42,7 +43,8 @@ def source_of(kernel: Any, given: dict[str, Any]) -> ASTSource:
     for at, parameter in enumerate(kernel.params):
         name, value = parameter.name, given[parameter.name]
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and special):
             signature[name], constants[name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
@@ -51,7 +53,7 @@ def source_of(kernel: Any, given: dict[str, Any]) -> ASTSource:
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        if isinstance(number, int) and number % 16 == 0:
+        if isinstance(number, int) and number % 16 == 0 and special:
             divisible[at,] = [["tt.divisibility", 16]]
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
 
@@ -80,15 +82,19 @@ class Compiled:
         return launch
 
 
-def main(cells: list[str]) -> None:
-    attention, merge = kernels.attention_kernel, kernels.merge_kernel
+def main(cells: list[str], *, traced: bool) -> None:
+    launched = [(kernels, "attention_kernel"), (merge, "merge_kernel"), (gather, "gather_kernel")]
+    plain = [getattr(module, name) for module, name in launched]
     for cell in cells:
         problem, launcher = build(parse(cell)), Launcher(Backend(made := adapter.Adapter()), "cpu")
         case = launcher.case(problem, RANDOM.inputs(problem))
         case = replace(case, workspace=torch.empty(made.workspace_bytes(case), dtype=torch.uint8))
-        kernels.attention_kernel, kernels.merge_kernel = Compiled(attention, cell), Compiled(merge, cell)
+        for (module, name), kernel in zip(launched, plain, strict=True):
+            setattr(module, name, Compiled(kernel, cell))
         made.run(case)
+        if traced:
+            made.trace(case)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[2:], traced=sys.argv[1] == "traced")

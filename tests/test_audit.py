@@ -33,7 +33,7 @@ DEMANDED = {
 }
 
 
-# Of traces, which the Triton backend does not have, and B to D, which are sharper than the others where P is rounded,
+# Of traces, for which only `sacts locate` asks, and B to D, which are sharper than the others where P is rounded,
 # which the interpreter does not do; their faults have tests of their own.
 ELSEWHERE = {Gate.LOGITS, *generic.GATES}
 

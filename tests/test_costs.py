@@ -14,7 +14,16 @@ from sacts.reference import costs
 from sacts.reference.candidates import CandidateLists, expand, validate
 from sacts.reference.costs import PageReuse
 from sacts.reference.paging import PageTable
-from sacts.reference.spec import AttentionSpec, Codec, CodecFormat, DType, Hints, ScaleGranularity
+from sacts.reference.spec import (
+    AttentionSpec,
+    Codec,
+    CodecFormat,
+    DType,
+    EmptyRowRule,
+    Hints,
+    Route,
+    ScaleGranularity,
+)
 
 Rows = list[list[int]]
 fast = settings(max_examples=100, deadline=None, derandomize=True)
@@ -76,6 +85,21 @@ def test_the_work_of_a_call_is_the_sum_over_its_rows() -> None:
     assert half.kv == found.kv / 2
     coded = replace(SPEC, k_codec=Codec(CodecFormat.INT4), v_codec=Codec(CodecFormat.FP8_E5M2))
     assert costs.work(coded, Hints(kv_tile=8), candidates).kv == 21 * (24 / 2 + 16)
+
+
+def test_a_workspace_holds_partial_states_and_scratch() -> None:
+    direct, shared, heads = Route.DIRECT, Route.GATHER, Route.GATHER_HEADS
+    assert costs.workspace_bytes(SPEC, Hints(num_splits=1), 7) == 0
+    partials = sum(1 for _ in range(3 * 6 * 2) for _ in range(16 + 1 + 1)) * 4  # token x head x split, of o, m and l
+    assert costs.workspace_bytes(SPEC, Hints(num_splits=2, route=direct), 7) == partials
+    slots = 7 * 4
+    k, v = slots * 24 * 4, slots * 16 * 4
+    assert costs.workspace_bytes(SPEC, Hints(route=shared), 7) == k + v
+    assert costs.workspace_bytes(SPEC, Hints(num_splits=2, route=heads), 7) == partials + 3 * (k + v)
+    forced = replace(SPEC, empty_row=EmptyRowRule.FORCE_SELF)
+    assert costs.workspace_bytes(forced, Hints(route=shared), 7) == (7 + 3 * 2) * 4 * (24 + 16) * 4
+    odd = replace(SPEC, head_dim_qk=5, head_dim_vo=5, k_codec=Codec(CodecFormat.INT4), v_codec=Codec(CodecFormat.INT8))
+    assert costs.workspace_bytes(odd, Hints(route=shared), 7) == 96 + 144  # 28 x 3 and 28 x 5 bytes, to multiples of 16
 
 
 def test_a_call_that_loads_nothing_wastes_nothing() -> None:

@@ -18,9 +18,18 @@ import pytest
 import torch
 
 from sacts.conformance.adapter import PADDING, Case, Refused
-from sacts.kernels_under_test.paged.adapter import Adapter, shared_strides
+from sacts.kernels_under_test.paged.adapter import Adapter
+from sacts.kernels_under_test.paged.arguments import shared_strides
 from sacts.kernels_under_test.paged.plan import Plan, plan_of
-from sacts.kernels_under_test.paged.tables import LOG2E, bias_by_distance, dropout_words, turned_channels
+from sacts.kernels_under_test.paged.tables import (
+    LOG2E,
+    bias_by_distance,
+    dropout_words,
+    paired_channels,
+    positions_of,
+    turns_bytes,
+    turns_of,
+)
 from sacts.matrices import tiers
 from sacts.matrices.cell import parse
 from sacts.reference.spec import (
@@ -51,23 +60,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 SHARED = 227 << 10  # bytes of shared memory that a block may have on the newest architecture that is asked for
 COMPILED = (
+    "decode/bf16/kv:60/heads:4-1/dim:576/vdim:512/pos:rope",
     "decode/bf16/kv:40",
     "decode/fp16/kv:60/pattern:all/splits:2/tile:16/pos:rope/cap:30/sink:on/dropout:25/epilogue:cast",
-    "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on",
+    "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on/route:gather",
+    "decode/bf16/kv:150+9/splits:2/tile:32/schedule:persistent/route:gather_heads",
 )
 TIER = os.environ.get("SACTS_COMPILE")  # the name of a tier to compile as a whole
 
 
 def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
     chosen = tiers.load(tiers.path_of(TIER)) if TIER else [parse(cell) for cell in COMPILED]
-    # RoPE over 576 channels is refused on a GPU.
-    cells = [
-        cell.id
-        for cell in chosen
-        if cell.phase in ("decode", "prefill") and (cell.dim <= 512 or "rope" not in cell.pos)
-    ]
+    cells = [cell.id for cell in chosen if cell.phase in ("decode", "prefill")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, compiled_kernels.__file__, *cells]
+    command = [sys.executable, compiled_kernels.__file__, "plain" if TIER else "traced", *cells]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     said = [json.loads(line) for line in done.stdout.splitlines()]
     seconds, largest = (f([each[name] for each in said]) for f, name in ((sum, "seconds"), (max, "shared")))
@@ -150,16 +156,26 @@ def test_dropout_draws_by_key_query_head_and_uid_under_all_64_bits_of_the_seed(m
 @pytest.mark.parametrize("layout", RopeLayout)
 @pytest.mark.parametrize("rotary_dim", [2, 12, 16])
 def test_rope_multiplies_each_pair_by_a_complex_number(layout: RopeLayout, rotary_dim: int) -> None:
-    rope, position = RoPE(rotary_dim, 100.0, layout), 5
-    x = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    frequency, partner = turned_channels(rope, 16)
-    turned = x * torch.cos(position * frequency) + x[partner.long()] * torch.sin(position * frequency)
-    right = x.clone()
+    rope, low, position = RoPE(rotary_dim, 100.0, layout), -3, 5
+    first, second = paired_channels(rope, 17).tolist()
+    assert sorted(c for c in first + second if c >= 0) == list(range(17))
+    assert len(first) == 16 and second[8] == -1
+    table = turns_of(rope, low, 9, torch.device("cpu"))
+    assert table.shape == (13, 2, rotary_dim // 2) and table.dtype == torch.float32
+    cosine, sine = table[position - low].double()
     for pair in range(rotary_dim // 2):
-        first, second = (pair, pair + rotary_dim // 2) if layout is RopeLayout.HALF_SPLIT else (2 * pair, 2 * pair + 1)
-        z = complex(x[first], x[second]) * np.exp(1j * position * 100.0 ** (-2 * pair / rotary_dim))
-        right[first], right[second] = z.real, z.imag
-    torch.testing.assert_close(turned, right, rtol=1e-6, atol=1e-6)
+        half = (pair, pair + rotary_dim // 2) if layout is RopeLayout.HALF_SPLIT else (2 * pair, 2 * pair + 1)
+        assert (first[pair], second[pair]) == half
+        turn = np.exp(1j * position * 100.0 ** (-2 * pair / rotary_dim))
+        assert abs(complex(cosine[pair], sine[pair]) - turn) < 2.0**-24
+
+
+def test_the_table_of_rope_covers_every_position_that_turns() -> None:
+    spec = spec_of(rope=RoPE(8), seq_lens=(10, 6), qo_lens=(2, 9))
+    assert positions_of(spec) == (-3, 10)  # a query before its request's first key; an ordinal may be T
+    assert turns_bytes(spec) == turns_of(RoPE(8), -3, 10, torch.device("cpu")).nbytes
+    far = spec_of(rope=RoPE(8), seq_lens=(10,), qo_lens=(1,), causal=CausalRule.ABSOLUTE, query_positions=(1 << 30,))
+    assert str(Adapter().support(far)) == "refused(rope at positions whose table exceeds 1073741824 bytes)"
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -219,7 +235,7 @@ def test_ordinals_count_the_committed_tokens_that_the_list_names(block_size: int
     spec = spec_of(candidate_kind=CandidateKind.SEQUENCE, block_size=block_size)
     for seed in range(20):
         lists = random_lists(spec, seed, repeats=False)
-        plan = plan_of(case_of(spec, lists))
+        plan = plan_of(case_of(spec, lists), 64)
         assert plan.ordinals is not None and plan.query_ordinals is not None
         ordinals, queries = [], []
         for row, named in enumerate(lists):
@@ -234,7 +250,7 @@ def test_ordinals_count_the_committed_tokens_that_the_list_names(block_size: int
         assert (plan.ordinals.tolist(), plan.query_ordinals.tolist()) == (ordinals, queries)
         assert rows_of(plan) == [[entry for entry in named if entry != PADDING] for named in lists]
     given = replace(spec, query_ordinals=tuple(range(spec.num_rows)))
-    stated = plan_of(case_of(given, lists)).query_ordinals
+    stated = plan_of(case_of(given, lists), 64).query_ordinals
     assert stated is not None and tuple(stated.tolist()) == given.query_ordinals
 
 
@@ -248,7 +264,7 @@ def test_a_row_without_an_edge_holds_the_entry_of_its_token_alone(
     forced_rows = 0
     for seed in range(10):
         lists = random_lists(spec, seed, repeats=kind is CandidateKind.MULTISET)
-        plan = plan_of(case_of(spec, lists))
+        plan = plan_of(case_of(spec, lists), 64)
         assert plan.forced is not None
         for row, (named, planned) in enumerate(zip(lists, rows_of(plan), strict=True)):
             position = spec.token_position[row // 2]
@@ -275,7 +291,7 @@ def test_a_row_without_an_edge_holds_the_entry_of_its_token_alone(
 def test_a_multiset_counts_its_repeats_and_its_normal_form_holds_them() -> None:
     spec = spec_of(candidate_kind=CandidateKind.MULTISET)
     case = case_of(spec, lists := random_lists(spec, 3, repeats=True))
-    plan, normal = plan_of(case), Adapter().normalize(case)
+    plan, normal = plan_of(case, 64), Adapter().normalize(case)
     assert plan.log2_counts is not None
     for row, named in enumerate(lists):
         entries = sorted(entry for entry in named if entry != PADDING)
@@ -290,7 +306,7 @@ def test_a_multiset_counts_its_repeats_and_its_normal_form_holds_them() -> None:
 def test_an_empty_row_that_is_forbidden_is_refused_by_name() -> None:
     spec = spec_of(empty_row=EmptyRowRule.FORBID)
     lists = [[0]] * spec.num_rows
-    plan_of(case_of(spec, lists))
+    plan_of(case_of(spec, lists), 64)
     lists[5] = [PADDING]
     with pytest.raises(Refused, match=r"row \(request 1, query 0, KV head 1\) has no edge"):
-        plan_of(case_of(spec, lists))
+        plan_of(case_of(spec, lists), 64)

@@ -12,7 +12,6 @@ from sacts.conformance.build import build
 from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
-from sacts.kernels_under_test.paged import adapter as paged
 from sacts.kernels_under_test.paged.adapter import Adapter as Paged
 from sacts.kernels_under_test.sdpa import Adapter as Dense
 from sacts.matrices.cell import parse
@@ -67,18 +66,6 @@ def test_what_is_not_served_is_refused_by_name(adapter: Any, reason: str, fields
     launcher = Launcher(Backend(adapter), "cpu")
     with pytest.raises(Refused, match=reason):
         launcher(replace(PROBLEM, spec=spec), RANDOM.inputs(PROBLEM))
-
-
-@pytest.mark.parametrize(
-    ("interpreted", "status"), [(True, "native"), (False, "refused(not yet: rope over head_dim_qk")]
-)
-def test_rope_over_very_wide_heads_is_refused_where_it_would_be_compiled(
-    monkeypatch: pytest.MonkeyPatch, interpreted: bool, status: str
-) -> None:
-    monkeypatch.setattr(paged, "INTERPRETED", interpreted)
-    spec = replace(PROBLEM.spec, head_dim_qk=576, rope=RoPE(64))
-    assert str(Paged().support(spec)).startswith(status)
-    assert str(Paged().support(replace(spec, head_dim_qk=512))) == "native"
 
 
 def test_the_plain_row_is_served() -> None:

@@ -1,5 +1,7 @@
-"""The kernels. A candidate row is one (query token, KV head) and serves the query heads of its group; a program takes
-one row and one split of its slots. A slot is one token of one candidate entry: slot n names entry n // BLOCK_SIZE.
+"""The attention kernel. A candidate row is one (query token, KV head) and serves the query heads of its group; a slot
+is one token of one entry: slot n of a row names entry n // BLOCK_SIZE of its list. A task is a range of a row's slots.
+Each program takes every num_programs-th task, so that one kernel serves all schedules: as many programs as tasks, or
+as many as the device holds at once; the order of the tasks stands in the table.
 
 What goes beyond the plain row is there where its pointer is not None, and costs nothing elsewhere (docs/kernels.md).
 Under the interpreter (UPCAST) low precision is lifted to FP32 right after the load and results are stored as FP32:
@@ -13,7 +15,7 @@ from .codecs import load_tile
 from .terms import epilogue, keeps, tanh, turned, with_sink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_work"])
 def attention_kernel(
     q_ptr,
     k_ptr,
@@ -24,6 +26,8 @@ def attention_kernel(
     token_position_ptr,
     kv_indptr_ptr,
     kv_indices_ptr,
+    tasks_ptr,
+    num_work,
     out_ptr,
     lse_ptr,
     partial_m_ptr,
@@ -33,8 +37,10 @@ def attention_kernel(
     ordinals_ptr,
     query_ordinals_ptr,
     log2_counts_ptr,
-    frequency_ptr,
-    partner_ptr,
+    turns_ptr,
+    channels_ptr,
+    turns_low,
+    num_pairs,
     slopes_ptr,
     bucket_bias_ptr,
     bucket_reach,
@@ -45,6 +51,12 @@ def attention_kernel(
     k_zeros_ptr,
     v_scales_ptr,
     v_zeros_ptr,
+    trace_tokens_ptr,
+    trace_logits_ptr,
+    trace_m_ptr,
+    trace_l_ptr,
+    trace_o_ptr,
+    trace_tiles,
     scale,
     cap_log2,
     window_left,
@@ -70,10 +82,12 @@ def attention_kernel(
     stride_vs_head,
     stride_vs_dim,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
     HEAD_DIM_VO: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -84,199 +98,174 @@ def attention_kernel(
     V_CHANNELS: tl.constexpr,
     EPILOGUE: tl.constexpr,
     SPLIT: tl.constexpr,
+    GATHER: tl.constexpr,
+    TRACE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """One split of one row: un-normalised (m, l, o) where SPLIT, out and lse otherwise."""
-    row = tl.program_id(0)
-    split = tl.program_id(1)
-    token = row // num_kv_heads
-    kv_head = row % num_kv_heads
-    request = tl.load(token_request_ptr + token)
-    position = tl.load(token_position_ptr + token)
-    seq_len = tl.load(seq_lens_ptr + request)
-
-    start = tl.load(kv_indptr_ptr + row)
-    slots = (tl.load(kv_indptr_ptr + row + 1) - start) * BLOCK_SIZE
-    tiles_per_split = tl.cdiv(tl.cdiv(slots, BLOCK_N), num_splits)
-    first = split * tiles_per_split * BLOCK_N
-    last = tl.minimum(first + tiles_per_split * BLOCK_N, slots)
-
-    lane = tl.arange(0, BLOCK_M)
-    in_group = lane < GROUP
-    qo_head = kv_head * GROUP + lane
-    dim_qk = tl.arange(0, BLOCK_QK)
-    dim_vo = tl.arange(0, BLOCK_VO)
-    q_mask = in_group[:, None]
-    out_mask = in_group[:, None]
-    if BLOCK_QK != HEAD_DIM_QK:
-        q_mask = q_mask & (dim_qk < HEAD_DIM_QK)[None, :]
-    if BLOCK_VO != HEAD_DIM_VO:
-        out_mask = out_mask & (dim_vo < HEAD_DIM_VO)[None, :]
-    query = position  # what position terms take for the query; masks and dropout take its logical position
-    if query_ordinals_ptr is not None:
-        query = tl.load(query_ordinals_ptr + row)
-    q_row = q_ptr + token.to(tl.int64) * stride_q_token + qo_head[:, None] * stride_q_head
-    q = tl.load(q_row + dim_qk[None, :], mask=q_mask, other=0.0)
-    if partner_ptr is not None:
-        frequency = tl.load(frequency_ptr + dim_qk, mask=dim_qk < HEAD_DIM_QK, other=0.0)
-        partner = tl.load(partner_ptr + dim_qk, mask=dim_qk < HEAD_DIM_QK, other=0)
-        q_partner = tl.load(q_row + partner[None, :], mask=q_mask, other=0.0)
-        q = turned(q, q_partner, (query.to(tl.float32) * frequency)[None, :])
-    q = q.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
-    if forced_ptr is not None:
-        forced = tl.load(forced_ptr + row)
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + qo_head, mask=in_group, other=0.0)
-
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
-    l = tl.zeros([BLOCK_M], tl.float32)
-    o = tl.zeros([BLOCK_M, BLOCK_VO], tl.float32)
-    for begin in range(first, last, BLOCK_N):
-        slot = begin + tl.arange(0, BLOCK_N)
-        entry = tl.load(kv_indices_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0)
-        t = entry * BLOCK_SIZE + slot % BLOCK_SIZE  # logical position
-        valid = (slot < last) & (t < seq_len)
-        if CAUSAL:
-            valid = valid & (t <= position)
-        if WINDOW:
-            valid = valid & (t >= position - window_left)
-        if forced_ptr is not None:  # a row without an edge holds the entry of its forced token, which no mask hides
-            valid = tl.where(forced >= 0, (slot < last) & (t == forced), valid)
-        key = t  # what position terms and dropout take for the key
-        if ordinals_ptr is not None:
-            key = tl.load(ordinals_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0) + slot % BLOCK_SIZE
-        # Equation (17): table_n(t // P), then the offset in the page; 64 bits from the page id on.
-        page = tl.load(page_table_ptr + request * stride_table + t // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
-        offset = (t % PAGE_SIZE).to(tl.int64)
-        k_slot = k_ptr + page * stride_k_page + offset * stride_k_token + kv_head * stride_k_head
-        k_mask = valid[:, None]
-        if BLOCK_QK != HEAD_DIM_QK:
-            k_mask = k_mask & (dim_qk < HEAD_DIM_QK)[None, :]
-        if K_CODEC == "none":
-            k = tl.load(k_slot[:, None] + dim_qk[None, :], mask=k_mask, other=0.0)
-        else:
-            k = load_tile(
-                k_slot, dim_qk, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
-            )  # fmt: skip
-        if partner_ptr is not None:  # each key turns by its own position
-            k_partner = load_tile(
-                k_slot, partner, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
-            )  # fmt: skip
-            k = turned(k, k_partner, key.to(tl.float32)[:, None] * frequency[None, :])
-        k = k.to(q.dtype)
-        # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
-        z = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * scale
-        if cap_log2 is not None:
-            z = tanh(z) * cap_log2
-        if slopes_ptr is not None:
-            z = z - slope[:, None] * tl.abs(query - key).to(tl.float32)[None, :]
-        if bucket_bias_ptr is not None:
-            column = tl.minimum(tl.maximum(query - key, -bucket_reach), bucket_reach) + bucket_reach
-            bias = bucket_bias_ptr + qo_head[:, None] * (2 * bucket_reach + 1) + column[None, :]
-            z = z + tl.load(bias, mask=in_group[:, None], other=0.0)
-        if log2_counts_ptr is not None:
-            z = z + tl.load(log2_counts_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0.0)[None, :]
-        z = tl.where(valid[None, :], z, float("-inf"))
-        # Equations (5) and (6); a tile without a valid slot leaves the state as it is.
-        m_new = tl.maximum(m, tl.max(z, 1))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(z - base[:, None])
-        rescale = tl.exp2(m - base)
-        l = l * rescale + tl.sum(p, 1)
-        if dropout_ptr is not None:  # of the numerator; l keeps every edge
-            p = tl.where(keeps(dropout_ptr, request, key, position, qo_head), p * keep_scale, 0.0)
-        v_slot = v_ptr + page * stride_v_page + offset * stride_v_token + kv_head * stride_v_head
-        v_mask = valid[:, None]
-        if BLOCK_VO != HEAD_DIM_VO:
-            v_mask = v_mask & (dim_vo < HEAD_DIM_VO)[None, :]
-        if V_CODEC == "none":
-            v = tl.load(v_slot[:, None] + dim_vo[None, :], mask=v_mask, other=0.0)
-        else:
-            v = load_tile(
-                v_slot, dim_vo, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head,
-                stride_vs_page, stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS,
-            )  # fmt: skip
-        v = v.to(q.dtype)
-        o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
-        m = m_new
-
-    out_row = token.to(tl.int64) * num_kv_heads * GROUP + qo_head
-    if SPLIT:
-        part = out_row * num_splits + split
-        tl.store(partial_m_ptr + part, m, mask=in_group)
-        tl.store(partial_l_ptr + part, l, mask=in_group)
-        tl.store(partial_o_ptr + part[:, None] * HEAD_DIM_VO + dim_vo[None, :], o, mask=out_mask)
-    else:
-        if sinks_ptr is not None:
-            m, l, o = with_sink(m, l, o, tl.load(sinks_ptr + qo_head, mask=in_group, other=0.0))
-        some = l > 0
-        safe = tl.where(some, l, 1.0)
-        lse = tl.where(some, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
-        tl.store(lse_ptr + out_row, lse, mask=in_group)
-        out = tl.where(some[:, None], o / safe[:, None], 0.0)
-        if EPILOGUE != "none":
-            out = epilogue(out, epilogue_step, epilogue_largest, EPILOGUE)
-        out = out.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_row[:, None] * HEAD_DIM_VO + dim_vo[None, :], out, mask=out_mask)
-
-
-@triton.jit
-def merge_kernel(
-    out_ptr,
-    lse_ptr,
-    partial_m_ptr,
-    partial_l_ptr,
-    partial_o_ptr,
-    sinks_ptr,
-    epilogue_step,
-    epilogue_largest,
-    num_rows,
-    num_qo_heads,
-    num_splits,
-    HEAD_DIM_VO: tl.constexpr,
-    BLOCK_VO: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Merge the splits of BLOCK_M output rows, equation (7): un-normalised states on one maximum; empty splits carry
-    no mass. What happens once to a row happens here: its sink logit, its epilogue.
+    """Tasks (row, start, end, split), each of slots start to end of a row, as often as there are copies of its slots:
+    out and lse of a row in one part, else un-normalised (m, l, o) of its part.
     """
-    out_row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = out_row < num_rows
-    dim_vo = tl.arange(0, BLOCK_VO)
-    out_mask = inside[:, None]
-    if BLOCK_VO != HEAD_DIM_VO:
-        out_mask = out_mask & (dim_vo < HEAD_DIM_VO)[None, :]
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    o = tl.zeros([BLOCK_M, BLOCK_VO], tl.float32)
-    for split in range(num_splits):
-        part = out_row * num_splits + split
-        l_split = tl.load(partial_l_ptr + part, mask=inside, other=0.0)
-        some = l_split > 0
-        m_split = tl.where(some, tl.load(partial_m_ptr + part, mask=inside, other=0.0), float("-inf"))
-        o_mask = out_mask & some[:, None]
-        o_split = tl.load(partial_o_ptr + part[:, None] * HEAD_DIM_VO + dim_vo[None, :], mask=o_mask, other=0.0)
-        m_new = tl.maximum(m, m_split)
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        rescale = tl.exp2(m - base)
-        scale = tl.exp2(m_split - base)
-        l = l * rescale + l_split * scale
-        o = o * rescale[:, None] + o_split * scale[:, None]
-        m = m_new
-    if sinks_ptr is not None:
-        m, l, o = with_sink(m, l, o, tl.load(sinks_ptr + out_row % num_qo_heads, mask=inside, other=0.0))
-    some = l > 0
-    safe = tl.where(some, l, 1.0)
-    lse = tl.where(some, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
-    tl.store(lse_ptr + out_row, lse, mask=inside)
-    out = tl.where(some[:, None], o / safe[:, None], 0.0)
-    if EPILOGUE != "none":
-        out = epilogue(out, epilogue_step, epilogue_largest, EPILOGUE)
-    out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_row[:, None] * HEAD_DIM_VO + dim_vo[None, :], out, mask=out_mask)
+    copies: tl.constexpr = GROUP // HEADS
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        task = tasks_ptr + work // copies * 4
+        row = tl.load(task)
+        first = tl.load(task + 1)
+        last = tl.load(task + 2)
+        split = tl.load(task + 3)
+        token = row // num_kv_heads
+        kv_head = row % num_kv_heads
+        request = tl.load(token_request_ptr + token)
+        position = tl.load(token_position_ptr + token)
+        seq_len = tl.load(seq_lens_ptr + request)
+        start = tl.load(kv_indptr_ptr + row)
+
+        lane = tl.arange(0, BLOCK_M)
+        in_group = lane < HEADS
+        qo_head = kv_head * GROUP + work % copies * HEADS + lane
+        dim_qk = tl.arange(0, BLOCK_QK)
+        dim_vo = tl.arange(0, BLOCK_VO)
+        q_mask = in_group[:, None]
+        out_mask = in_group[:, None]
+        if BLOCK_QK != HEAD_DIM_QK:
+            q_mask = q_mask & (dim_qk < HEAD_DIM_QK)[None, :]
+        if BLOCK_VO != HEAD_DIM_VO:
+            out_mask = out_mask & (dim_vo < HEAD_DIM_VO)[None, :]
+        query = position  # what position terms take for the query; masks and dropout take its logical position
+        if query_ordinals_ptr is not None:
+            query = tl.load(query_ordinals_ptr + row)
+        q_row = q_ptr + token.to(tl.int64) * stride_q_token + qo_head[:, None] * stride_q_head
+        dim_k = dim_qk
+        if turns_ptr is None:
+            q = tl.load(q_row + dim_qk[None, :], mask=q_mask, other=0.0)
+        else:  # the two channels of a pair stand at one place of two tiles; -1: there is none
+            pair = tl.arange(0, BLOCK_PAIRS)
+            dim_k = tl.load(channels_ptr + pair)
+            dim_k_2 = tl.load(channels_ptr + BLOCK_PAIRS + pair)
+            q = tl.load(q_row + dim_k[None, :], mask=in_group[:, None] & (dim_k >= 0)[None, :], other=0.0)
+            q_2 = tl.load(q_row + dim_k_2[None, :], mask=in_group[:, None] & (dim_k_2 >= 0)[None, :], other=0.0)
+            turn = turns_ptr + (query - turns_low).to(tl.int64) * 2 * num_pairs + pair[None, :]
+            q, q_2 = turned(q, q_2, turn, pair, num_pairs)
+            q_2 = q_2.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
+        q = q.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
+        if forced_ptr is not None:
+            forced = tl.load(forced_ptr + row)
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + qo_head, mask=in_group, other=0.0)
+
+        out_row = token.to(tl.int64) * num_kv_heads * GROUP + qo_head
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
+        l = tl.zeros([BLOCK_M], tl.float32)
+        o = tl.zeros([BLOCK_M, BLOCK_VO], tl.float32)
+        for begin in range(first, last, BLOCK_N):
+            slot = begin + tl.arange(0, BLOCK_N)
+            entry = tl.load(kv_indices_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0)
+            t = entry * BLOCK_SIZE + slot % BLOCK_SIZE  # logical position
+            valid = (slot < last) & (t < seq_len)
+            if CAUSAL:
+                valid = valid & (t <= position)
+            if WINDOW:
+                valid = valid & (t >= position - window_left)
+            if forced_ptr is not None:  # a row without an edge holds the entry of its forced token, which no mask hides
+                valid = tl.where(forced >= 0, (slot < last) & (t == forced), valid)
+            key = t  # what position terms and dropout take for the key
+            if ordinals_ptr is not None:
+                key = tl.load(ordinals_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0) + slot % BLOCK_SIZE
+            # Equation (17): table_n(t // P), then the offset in the page; 64 bits from the page id on.
+            page = tl.load(page_table_ptr + request * stride_table + t // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+            offset = (t % PAGE_SIZE).to(tl.int64)
+            k_slot = k_ptr + page * stride_k_page + offset * stride_k_token + kv_head * stride_k_head
+            v_slot = v_ptr + page * stride_v_page + offset * stride_v_token + kv_head * stride_v_head
+            if GATHER:  # scratch holds the slots of the rows one behind the other, each slot once a copy
+                place = (start.to(tl.int64) * BLOCK_SIZE + slot) * copies + work % copies
+                k_slot = k_ptr + place * stride_k_token
+                v_slot = v_ptr + place * stride_v_token
+            k_mask = valid[:, None]
+            if turns_ptr is not None:
+                k_mask = k_mask & (dim_k >= 0)[None, :]
+            elif BLOCK_QK != HEAD_DIM_QK:
+                k_mask = k_mask & (dim_qk < HEAD_DIM_QK)[None, :]
+            if K_CODEC == "none":
+                k = tl.load(k_slot[:, None] + dim_k[None, :], mask=k_mask, other=0.0)
+            else:
+                k = load_tile(
+                    k_slot, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
+                )  # fmt: skip
+            if turns_ptr is not None:  # each key turns by its own position
+                k_mask = valid[:, None] & (dim_k_2 >= 0)[None, :]
+                if K_CODEC == "none":
+                    k_2 = tl.load(k_slot[:, None] + dim_k_2[None, :], mask=k_mask, other=0.0)
+                else:
+                    k_2 = load_tile(
+                        k_slot, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                        stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
+                    )  # fmt: skip
+                k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
+                k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
+            # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
+            z = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=INPUT_PRECISION)
+            if turns_ptr is not None:
+                z = tl.dot(q_2, tl.trans(k_2.to(q.dtype)), z, input_precision=INPUT_PRECISION)
+            z = z * scale
+            if cap_log2 is not None:
+                z = tanh(z) * cap_log2
+            if slopes_ptr is not None:
+                z = z - slope[:, None] * tl.abs(query - key).to(tl.float32)[None, :]
+            if bucket_bias_ptr is not None:
+                column = tl.minimum(tl.maximum(query - key, -bucket_reach), bucket_reach) + bucket_reach
+                bias = bucket_bias_ptr + qo_head[:, None] * (2 * bucket_reach + 1) + column[None, :]
+                z = z + tl.load(bias, mask=in_group[:, None], other=0.0)
+            if log2_counts_ptr is not None:
+                z = z + tl.load(log2_counts_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0.0)[None, :]
+            z = tl.where(valid[None, :], z, float("-inf"))
+            # Equations (5) and (6); a tile without a valid slot leaves the state as it is.
+            m_new = tl.maximum(m, tl.max(z, 1))
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(z - base[:, None])
+            rescale = tl.exp2(m - base)
+            l = l * rescale + tl.sum(p, 1)
+            if dropout_ptr is not None:  # of the numerator; l keeps every edge
+                p = tl.where(keeps(dropout_ptr, request, key, position, qo_head), p * keep_scale, 0.0)
+            v_mask = valid[:, None]
+            if BLOCK_VO != HEAD_DIM_VO:
+                v_mask = v_mask & (dim_vo < HEAD_DIM_VO)[None, :]
+            if V_CODEC == "none":
+                v = tl.load(v_slot[:, None] + dim_vo[None, :], mask=v_mask, other=0.0)
+            else:
+                v = load_tile(
+                    v_slot, dim_vo, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head,
+                    stride_vs_page, stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS,
+                )  # fmt: skip
+            v = v.to(q.dtype)
+            o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
+            m = m_new
+            if TRACE:
+                visited = trace_tokens_ptr + row * trace_tiles * BLOCK_N + slot
+                tl.store(visited, tl.where(valid, t, -1), mask=slot < last)
+                logits = trace_logits_ptr + (out_row * trace_tiles)[:, None] * BLOCK_N + slot[None, :]
+                tl.store(logits, z, mask=in_group[:, None] & (slot < last)[None, :])
+                state = out_row * trace_tiles + begin // BLOCK_N
+                tl.store(trace_m_ptr + state, m, mask=in_group)
+                tl.store(trace_l_ptr + state, l, mask=in_group)
+                tl.store(trace_o_ptr + state[:, None] * HEAD_DIM_VO + dim_vo[None, :], o, mask=out_mask)
+
+        if SPLIT and last - first < (tl.load(kv_indptr_ptr + row + 1) - start) * BLOCK_SIZE:
+            part = out_row * num_splits + split
+            tl.store(partial_m_ptr + part, m, mask=in_group)
+            tl.store(partial_l_ptr + part, l, mask=in_group)
+            tl.store(partial_o_ptr + part[:, None] * HEAD_DIM_VO + dim_vo[None, :], o, mask=out_mask)
+        else:
+            if sinks_ptr is not None:
+                m, l, o = with_sink(m, l, o, tl.load(sinks_ptr + qo_head, mask=in_group, other=0.0))
+            some = l > 0
+            safe = tl.where(some, l, 1.0)
+            lse = tl.where(some, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+            tl.store(lse_ptr + out_row, lse, mask=in_group)
+            out = tl.where(some[:, None], o / safe[:, None], 0.0)
+            if EPILOGUE != "none":
+                out = epilogue(out, epilogue_step, epilogue_largest, EPILOGUE)
+            out = out.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] * HEAD_DIM_VO + dim_vo[None, :], out, mask=out_mask)

@@ -1,19 +1,20 @@
 """What is made before a launch: raw lists normalised on the device, empty rows decided, and the tables of the terms.
 
-A plan holds while its spec and the lists of its case do.
+A plan holds while its spec, its hints and the lists of its case do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from sacts.conformance.adapter import PADDING, Case, Refused
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule, Hints
 
 from .tables import Tables, tables_of
+from .tasks import Tasks, tasks_of
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,48 @@ class Lists:
 
 
 @dataclass(frozen=True)
+class MadeFor:
+    """What a plan was made for, as far as the host knows it: `entries` of the raw lists."""
+
+    spec: AttentionSpec
+    hints: Hints
+    entries: int
+    device: torch.device
+
+    def check(self, case: Case) -> None:
+        """Raises Refused, with what was planned and what is given, for a case that the plan was not made for."""
+        spec = case.spec
+        for what, planned, given in (
+            ("rows", self.spec.num_rows, spec.num_rows),
+            ("entries of kv_indices", self.entries, case.kv_indices.numel()),
+            ("device", self.device, case.q.device),
+            *((f"hint {name}", *_both(self.hints, case.hints, name)) for name in _names(Hints)),
+            *((f"spec.{name}", *_both(self.spec, spec, name)) for name in _names(AttentionSpec)),
+        ):
+            if planned is not given and planned != given:
+                raise Refused(f"the plan was made for another case: {what}: planned for {planned}, got {given}")
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _both(planned: object, given: object, name: str) -> tuple[object, object]:
+    return getattr(planned, name), getattr(given, name)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the kernels read beside the case, all on its device. None: the spec has no such term.
 
     `kv_indptr`, `kv_indices`: the normalised lists, of a forced row the entry of its forced token alone. int32
     [num_tokens]: `token_request`, `token_position`. int32 [num_rows]: `forced` (the token, -1 elsewhere),
-    `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry; `log2_counts` FP32.
+    `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry; `log2_counts` FP32. `made_for`: the
+    case, as far as it may not change.
     """
 
+    made_for: MadeFor
+    tasks: Tasks
     kv_indptr: Tensor
     kv_indices: Tensor
     token_request: Tensor
@@ -53,8 +88,10 @@ class Plan:
     log2_counts: Tensor | None = None
 
 
-def plan_of(case: Case) -> Plan:
-    """The plan of a case. Raises Refused, naming the row, for an empty one that the spec forbids."""
+def plan_of(case: Case, tile: int) -> Plan:
+    """The plan of a case in tiles of `tile` slots. Raises Refused, naming the row, for an empty one that the spec
+    forbids.
+    """
     spec, device = case.spec, case.q.device
     lists = normalized(case)
     token_position = torch.tensor(spec.token_position, dtype=torch.int32, device=device)
@@ -65,6 +102,8 @@ def plan_of(case: Case) -> Plan:
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         ordinals, query_ordinals = _ordinals(spec, lists, token_position, forced)
     return Plan(
+        made_for=MadeFor(spec, case.hints, case.kv_indices.numel(), device),
+        tasks=tasks_of(lists.kv_indptr, spec.block_size, case.hints, tile),
         kv_indptr=lists.kv_indptr,
         kv_indices=lists.kv_indices,
         token_request=torch.tensor(spec.token_request, dtype=torch.int32, device=device),

@@ -13,17 +13,23 @@ from sacts.reference.spec import AttentionSpec, Dropout, RelativeBuckets, RoPE, 
 LOG2E = math.log2(math.e)
 
 
+def padded(n: int) -> int:
+    """The power of two from 16 on that holds n: what tl.dot and tl.arange take."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class Tables:
     """None: the spec has no such term. FP32 unless said; what is added to logits is in units of log2.
 
-    `frequency`, `partner` (int32) [head_dim_qk]: by which each channel turns and with which, see `turned_channels`;
-    `slopes`, `sinks` [num_qo_heads]; `bucket_bias` [num_qo_heads, 2 reach + 1]: by pos_q - t, clamped to +-reach;
-    `dropout` int64 [2 + num_requests]: seed, threshold, uids.
+    `turns` [positions, 2, pairs], the first of position `turns_low`: cosines and sines of RoPE; `channels` int32
+    [2, padded pairs]: see `paired_channels`; `slopes`, `sinks` [num_qo_heads]; `bucket_bias` [num_qo_heads,
+    2 reach + 1]: by pos_q - t, clamped to +-reach; `dropout` int64 [2 + num_requests]: seed, threshold, uids.
     """
 
-    frequency: Tensor | None = None
-    partner: Tensor | None = None
+    turns: Tensor | None = None
+    channels: Tensor | None = None
+    turns_low: int = 0
     slopes: Tensor | None = None
     bucket_bias: Tensor | None = None
     sinks: Tensor | None = None
@@ -36,12 +42,14 @@ def tables_of(spec: AttentionSpec, device: torch.device) -> Tables:
     def octaves(values: tuple[float, ...]) -> Tensor | None:
         return torch.tensor([x * LOG2E for x in values], dtype=torch.float32, device=device) if values else None
 
-    frequency, partner = turned_channels(spec.rope, spec.head_dim_qk) if spec.rope else (None, None)
+    channels = paired_channels(spec.rope, spec.head_dim_qk) if spec.rope else None
+    low, high = positions_of(spec) if spec.rope else (0, 0)
     bias = bias_by_distance(spec.buckets) if spec.buckets else None
     dropout = dropout_words(spec.dropout, spec.num_requests) if spec.dropout else None
     return Tables(
-        frequency=None if frequency is None else frequency.to(device),
-        partner=None if partner is None else partner.to(device),
+        turns=turns_of(spec.rope, low, high, device) if spec.rope else None,
+        channels=None if channels is None else channels.to(device),
+        turns_low=low,
         slopes=octaves(spec.alibi_slopes),
         bucket_bias=None if bias is None else bias.to(device),
         sinks=octaves(spec.sink_logits),
@@ -49,19 +57,41 @@ def tables_of(spec: AttentionSpec, device: torch.device) -> Tables:
     )
 
 
-def turned_channels(rope: RoPE, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Frequency [head_dim] FP32, negative in the first channel of a pair, 0 in channels that stay; the channel that
-    each turns with, int32.
+def positions_of(spec: AttentionSpec) -> tuple[int, int]:
+    """The least and the largest position, or ordinal, by which a query or a key may turn."""
+    queries = spec.query_ordinals or spec.token_position
+    return min(0, *queries, 0), max(0, *spec.seq_lens, *queries)
+
+
+def turns_bytes(spec: AttentionSpec) -> int:
+    """Of the table of RoPE: 0 without."""
+    if not spec.rope:
+        return 0
+    low, high = positions_of(spec)
+    return (high - low + 1) * spec.rope.rotary_dim * 4
+
+
+def turns_of(rope: RoPE, low: int, high: int, device: torch.device) -> Tensor:
+    """Cosines and sines at each position from low to high, FP32 [positions, 2, pairs]: made in FP64, rounded once."""
+    pair = torch.arange(rope.rotary_dim // 2, dtype=torch.float64, device=device)
+    position = torch.arange(low, high + 1, dtype=torch.float64, device=device)
+    angle = position[:, None] * rope.base ** (-2.0 * pair / rope.rotary_dim)
+    return torch.stack((angle.cos().float(), angle.sin().float()), dim=1)
+
+
+def paired_channels(rope: RoPE, head_dim: int) -> Tensor:
+    """The first and the second channel of each pair that turns, then those that stay, two by two; -1: none. int32
+    [2, n], n a power of two, 16 at least.
     """
-    channel, half = torch.arange(head_dim), rope.rotary_dim // 2
+    pair = torch.arange(rope.rotary_dim // 2)
     if rope.layout is RopeLayout.HALF_SPLIT:
-        second, pair, partner = channel >= half, channel % half, (channel + half) % rope.rotary_dim
+        first, second = pair, pair + rope.rotary_dim // 2
     else:
-        second, pair, partner = channel % 2 == 1, channel // 2, channel ^ 1
-    frequency = rope.base ** (-2.0 * pair.double() / rope.rotary_dim)
-    turns = channel < rope.rotary_dim
-    frequency = torch.where(turns, torch.where(second, frequency, -frequency), 0.0)
-    return frequency.float(), torch.where(turns, partner, channel).int()
+        first, second = 2 * pair, 2 * pair + 1
+    stay = torch.arange(rope.rotary_dim, head_dim)
+    both = [torch.cat((first, stay[0::2])), torch.cat((second, stay[1::2]))]
+    width = padded(-(-head_dim // 2))
+    return torch.stack([torch.nn.functional.pad(x, (0, width - len(x)), value=-1) for x in both]).int()
 
 
 def bias_by_distance(buckets: RelativeBuckets) -> Tensor:

@@ -5,11 +5,16 @@ import triton.language as tl
 
 
 @triton.jit
-def turned(x, partner, angle):
-    """RoPE in FP32: x [n, d] and the channels that turn with them; angle [n or 1, d], negative in the first channel of
-    a pair, so that both layouts are x cos + partner sin, and 0 in channels that stay.
+def turned(first, second, turn, pair, num_pairs):
+    """RoPE in FP32: the first and the second channels of pairs [n, pairs], turned by their table at the pointers turn
+    [n or 1, pairs], num_pairs cosines and as many sines; pairs beyond these stay.
     """
-    return x.to(tl.float32) * tl.cos(angle) + partner.to(tl.float32) * tl.sin(angle)
+    turns = (pair < num_pairs)[None, :]
+    cosine = tl.load(turn, mask=turns, other=1.0)
+    sine = tl.load(turn + num_pairs, mask=turns, other=0.0)
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    return first * cosine - second * sine, first * sine + second * cosine
 
 
 @triton.jit

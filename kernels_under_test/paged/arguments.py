@@ -1,0 +1,154 @@
+"""Arguments of the kernels: what they are compiled for, and what a launch gives them."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sacts.reference.spec import (
+    AttentionSpec,
+    CausalRule,
+    Codec,
+    DType,
+    Epilogue,
+    Hints,
+    Route,
+    ScaleGranularity,
+    Schedule,
+)
+
+from .plan import Plan
+from .tables import padded
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED_PROGRAMS = 3  # that stay, where there is no device whose processors could be counted
+TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
+WIDE = 512  # channels of K and V, padded, beyond which the copies that a pipeline makes of a tile do not fit
+STAGED_BYTES = 192 << 10  # of all tiles that are on their way
+
+
+def programs(work: int, hints: Hints, device: torch.device) -> int:
+    """Programs for `work` tasks: one each, or of those that stay one a processor."""
+    if hints.schedule is not Schedule.PERSISTENT:
+        return work
+    if device.type != "cuda":
+        return min(work, INTERPRETED_PROGRAMS)
+    return min(work, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
+    """What the attention kernel is compiled for, but for tile, splits and epilogue."""
+    heads = 1 if hints.route is Route.GATHER_HEADS else spec.group_size  # that one program serves
+    return {
+        "GROUP": spec.group_size,
+        "HEADS": heads,
+        "HEAD_DIM_QK": spec.head_dim_qk,
+        "HEAD_DIM_VO": spec.head_dim_vo,
+        "BLOCK_QK": padded(spec.head_dim_qk),
+        "BLOCK_VO": padded(spec.head_dim_vo),
+        "BLOCK_PAIRS": padded(-(-spec.head_dim_qk // 2)) if spec.rope else 0,
+        "BLOCK_M": padded(heads),
+        "PAGE_SIZE": spec.page_size,
+        "BLOCK_SIZE": spec.block_size,
+        "CAUSAL": spec.causal is not CausalRule.NONE,
+        "WINDOW": spec.window_left >= 0,
+        "K_CODEC": spec.k_codec.format.value if spec.k_codec else "none",
+        "V_CODEC": spec.v_codec.format.value if spec.v_codec else "none",
+        "UPCAST": INTERPRETED,
+    }
+
+
+def tile_of(spec: AttentionSpec, hint: int) -> int:
+    """Slots in a tile: the hint, on a GPU at most as many as leave shared memory for K and V of a tile."""
+    if not INTERPRETED:
+        fp32 = spec.dtype is DType.FP32 or spec.rope or spec.k_codec or spec.v_codec  # on their way to tl.dot
+        size = 4 if fp32 else 2
+        hint = min(hint, TILE_BYTES // (size * (padded(spec.head_dim_qk) + padded(spec.head_dim_vo))))
+    return max(16, 1 << (max(hint, 1).bit_length() - 1))
+
+
+def options(spec: AttentionSpec, tile: int) -> dict[str, int]:
+    """How a kernel is compiled: with as many tiles on their way at once, 3 at most, as shared memory holds of what they
+    load; wide heads with more warps.
+    """
+    size = 4 if spec.dtype is DType.FP32 else 2
+    k, v = (_loaded(codec, size) for codec in (spec.k_codec, spec.v_codec))
+    turns = 4 if spec.rope else 0  # half a cosine and half a sine a channel
+    loaded = tile * ((k + turns) * padded(spec.head_dim_qk) + v * padded(spec.head_dim_vo))
+    if padded(spec.head_dim_qk) + padded(spec.head_dim_vo) > WIDE:
+        return {"num_warps": 8, "num_stages": 1}
+    return {"num_stages": max(1, min(3, STAGED_BYTES // loaded))}
+
+
+def _loaded(codec: Codec | None, size: int) -> int:
+    """Bytes that one channel of a slot loads: what is stored, and a scale and zero point where channels have any."""
+    if codec is None:
+        return size
+    by_channel = codec.granularity in (ScaleGranularity.CHANNEL, ScaleGranularity.PAGE_CHANNEL)
+    return 1 + 4 * by_channel * (1 + codec.asymmetric)
+
+
+def bits(cache: Tensor) -> Tensor:
+    """A cache; of fp8 its bits, which the kernel decodes itself."""
+    return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
+
+
+def strides(name: str, laid: tuple[int, ...]) -> dict[str, int]:
+    """Arguments: token and head of q; page, token and head of a cache; and the dim of scales."""
+    axes = ("token", "head") if name == "q" else ("page", "token", "head", "dim")
+    return {f"stride_{name}_{axis}": stride for axis, stride in zip(axes, laid, strict=False)}
+
+
+def scales_of(name: str, scales: Tensor | None, zeros: Tensor | None) -> dict[str, Any]:
+    """Arguments of one codec. Raises ValueError for zero points that do not lie as their scales do."""
+    laid = (0, 0, 0, 0) if scales is None else shared_strides(scales)
+    if scales is not None and zeros is not None and shared_strides(zeros) != laid:
+        raise ValueError(f"{name}_zeros must have the strides of {name}_scales {laid}, got {shared_strides(zeros)}")
+    return {
+        f"{name}_scales_ptr": scales,
+        f"{name}_zeros_ptr": zeros,
+        f"{name.upper()}_CHANNELS": scales is not None and scales.shape[3] > 1,
+        **strides(f"{name}s", laid),
+    }
+
+
+def shared_strides(scales: Tensor) -> tuple[int, ...]:
+    """Strides of scales [pages, page_size, heads, dim], 0 along the axes of size 1, which share one."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
+
+
+def terms_of(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
+    """Arguments of the terms. Logits are in units of log2; under a soft cap c tanh(z / c) only behind it."""
+    tables, cap, dropout = plan.tables, spec.logits_soft_cap, spec.dropout
+    return {
+        "scale": spec.sm_scale / cap if cap else spec.sm_scale * math.log2(math.e),
+        "cap_log2": cap * math.log2(math.e) if cap else None,
+        "forced_ptr": plan.forced,
+        "ordinals_ptr": plan.ordinals,
+        "query_ordinals_ptr": plan.query_ordinals,
+        "log2_counts_ptr": plan.log2_counts,
+        "turns_ptr": tables.turns,
+        "channels_ptr": tables.channels,
+        "turns_low": tables.turns_low,
+        "num_pairs": spec.rope.rotary_dim // 2 if spec.rope else 0,
+        "slopes_ptr": tables.slopes,
+        "bucket_bias_ptr": tables.bucket_bias,
+        "bucket_reach": spec.buckets.first[-1] if spec.buckets else 0,
+        "sinks_ptr": tables.sinks,
+        "dropout_ptr": tables.dropout,
+        "keep_scale": 1.0 / (1.0 - dropout.p) if dropout else 1.0,
+    }
+
+
+def epilogue_of(how: Epilogue) -> dict[str, Any]:
+    """Arguments of an epilogue: its kind, the dtype of a cast or the function; step and largest code of low_bit."""
+    kind = how.dtype or how.function or how.kind
+    return {
+        "EPILOGUE": "none" if kind is DType.FP32 else kind.value,
+        "epilogue_step": how.scale or 1.0,
+        "epilogue_largest": float((1 << (how.bits - 1)) - 1) if how.bits else 0.0,
+    }
