@@ -15,6 +15,7 @@ from sacts.matrices import shards
 from sacts.matrices.cell import Cell, axis_values
 from sacts.reports import records
 
+from . import ladder
 from .common import (
     CellIds,
     Device,
@@ -42,7 +43,7 @@ from .common import (
     where_of,
 )
 
-DEFAULT_ADAPTERS = ["triton", "sdpa"]
+DEFAULT_ADAPTERS, DEFAULT_TIER = ["triton", "sdpa"], "smoke"
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def run(
             autocompletion=adapter_names,
         ),
     ] = None,
-    tier: Tier = "smoke",
+    tier: Tier = DEFAULT_TIER,
     device: Device = "cpu",
     expression: Expression = "",
     where: Where = "",
@@ -101,6 +102,15 @@ def run(
     compile_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds for a spec's first launch, which may compile.")
     ] = 60.0,
+    rung: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="In place of a tier: the first N rungs of the ladder, fixed candidates first, each built on the last.",
+            show_default=False,
+        ),
+    ] = None,
     shard: ShardOf = "1/1",
     durations: DurationsOf = None,
     report: Annotated[Path, typer.Option(help="Folder for records.jsonl, report.html and junit.xml.")] = Path(
@@ -117,6 +127,8 @@ def run(
 
     [bold]sacts run -a my_kernel.py --model config.json[/]  the part of the tier that a model triggers
 
+    [bold]sacts run -a my_kernel.py --rung 3[/]  while a kernel grows: fixed candidates, random pages, ragged lists
+
     [bold]sacts run -a triton decode/fp16/kv:17/pattern:all[/]  one cell, as failures print it
     """
     from ..session import Selection, SelectionError, judge_all
@@ -130,10 +142,15 @@ def run(
         usage("--shard cuts a whole tier: leave cells and -k away and say --where, or name a .cells file with --tier")
     if cells and (where or model):
         usage("--where and --model narrow a tier: leave them away where cells are named")
-    whole = where_of(model_cells(cells_of(tier_path(tier)), model), where)
+    if rung and (cells or tier != DEFAULT_TIER):
+        usage("--rung N takes the cells of the ladder: leave --tier and cells away")
+    rungs = ladder.rungs_of(rung) if rung else ()
+    source = ladder.LADDER if rung else tier_path(tier)
+    named = [cell for each in rungs for cell in each.cells] if rung else cells_of(source)
+    whole = where_of(model_cells(named, model), where)
     if not whole:
-        usage(f"no cell of {tier_path(tier).name} matches --where {where!r}; see sacts matrix count")
-    with _tier_of(cells or [], tier_path(tier), whole, part, durations_of(durations)) as (path, chosen, needed):
+        usage(f"no cell of {source.name} matches --where {where!r}; see sacts matrix count")
+    with _tier_of(cells or [], source, whole, part, durations_of(durations)) as (path, chosen, needed):
         mine = [cell.id for cell in cells_of(path)]
         both = f"({chosen}) and ({expression})" if chosen and expression else chosen or expression
         selection = Selection(
@@ -161,7 +178,7 @@ def run(
     if not (cells or expression):
         manifest = Manifest(
             suite=version("sacts"),
-            tier=tier,
+            tier=source.stem if rung else tier,
             whole=[cell.id for cell in whole],
             cells=mine,
             index=part.index,
@@ -175,6 +192,8 @@ def run(
         write_durations(report, seconds)
     covered = reaches(judged)
     summary.show(out, judged, covered)
+    if rungs:
+        ladder.show(rungs, judged)
     code = records.exit_code(judged)
     word = {records.EXIT_ACCEPTED: "accepted", records.EXIT_FAILURES: "not accepted"}.get(code, "incomplete")
     records.write(report / "records.jsonl", judged)
