@@ -74,13 +74,13 @@ def test_what_is_refused_or_was_never_run_is_not_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "rung"), [("last_split_forgotten", "4 split"), ("table_row_of_first_request", "3 ragged")]
+    ("fault", "rung"), [("last_split_forgotten", "4 split"), ("scale_of_the_page_before_read", "5 quantised")]
 )
 def test_a_seeded_fault_falls_on_the_rung_that_adds_what_it_breaks(fault: str, rung: str, tmp_path: Path) -> None:
     assert fault in catalogue()
     adapter = f"sacts.kernels_under_test.faults:{fault}"
     done = CliRunner().invoke(
-        app, ["run", "-a", adapter, "--rung", "4", "-n", "1", "--report", str(tmp_path / "report")]
+        app, ["run", "-a", adapter, "--rung", "5", "-n", "1", "--report", str(tmp_path / "report")]
     )
     assert done.exit_code == 1, done.output
     number, name = rung.split(" ", 1)
