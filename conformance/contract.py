@@ -20,7 +20,7 @@ from . import conventions, tensors
 from .adapter import Backend, Case, KVLayout, Refused
 from .build import Problem
 from .codes import Scales
-from .execution import PERFORM, Calls, Memory
+from .execution import PERFORM, Calls, Memory, settle
 
 Array = NDArray[np.float64]
 T = TypeVar("T")
@@ -143,8 +143,10 @@ class Launched(Generic[T]):
         )
         memory = Memory(replace(case, workspace=workspace.inner), live, self.given(), blank)
         result = PERFORM[execution](calls, memory)
-        if self.device.startswith("cuda"):
-            self._asked(lambda: torch.cuda.synchronize(self.device))
+        self._asked(lambda: settle(torch.device(self.device)))
+        if memory.late:
+            words = f"{', '.join(memory.late)} changed behind the run, in stream order: work was still under way"
+            raise ContractBroken(words, memory.late[0])
         return [("workspace", workspace), *memory.guarded.items()], result
 
     def _asked(self, ask: Callable[[], Any]) -> Any:

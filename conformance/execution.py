@@ -16,10 +16,10 @@ import torch
 from sacts.matrices.axes import Execution
 
 from . import tensors
-from .adapter import Capabilities, Case, Gradients, IndexSpace, Refused, Scale
+from .adapter import Capabilities, Case, Gradients, IndexSpace, Outputs, Refused, Scale
 
 SHARED = ("k_cache", "v_cache", "kv_cache", "k_scales", "v_scales", "k_zeros", "v_zeros")  # of two buffers
-ROUNDS = 3  # in which two buffers alternate
+ROUNDS = 3  # in which two buffers alternate; runs before one that is overwritten
 PAGED = ("k_cache", "v_cache")
 DECODING = ("k_scales", "v_scales", "k_zeros", "v_zeros")
 
@@ -40,7 +40,7 @@ class Calls:
 class Memory:
     """The tensors of a case whose contents may change between two runs. `given`: those beside the case's own, by name;
     `blank`: makes the buffers for results as they were before anything ran; `guarded`: buffers that were offered beside
-    the case's own, by name.
+    the case's own, by name; `late`: results that were written to when their run was over.
     """
 
     case: Case
@@ -48,6 +48,7 @@ class Memory:
     given: dict[str, torch.Tensor]
     blank: Callable[[], None]
     guarded: dict[str, tensors.Guarded] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)
 
     def views(self) -> dict[str, torch.Tensor]:
         """Contents by name; of what belongs to pages the live ones only."""
@@ -80,7 +81,7 @@ class Memory:
         return replace(self, case=replace(self.case, **own))
 
 
-def _tensors(of: Case | Gradients) -> dict[str, Any]:
+def _tensors(of: Case | Outputs | Gradients) -> dict[str, Any]:
     """The tensors of a record, by field."""
     return {name: x for name, x in vars(of).items() if isinstance(x, torch.Tensor)}
 
@@ -154,6 +155,41 @@ def reused(calls: Calls, memory: Memory) -> Any:
     memory.put(mine)
     memory.blank()
     return calls.run(memory.case, plan)
+
+
+def overwritten(calls: Calls, memory: Memory) -> Any:
+    """Several runs on other contents and one on the case's own, none waited for. Behind the last, in stream order, its
+    results are taken and blanked, and its contents overwritten: what then changes in them was written late.
+    """
+    mine = {name: x.clone() for name, x in memory.views().items()}
+    other = others(memory, frozenset(), calls.capabilities.index_space)
+    lengths = tuple(seq_len + 1 for seq_len in memory.case.spec.seq_lens)
+    longer = replace(memory.case, spec=replace(memory.case.spec, seq_lens=lengths))
+    for _ in range(ROUNDS):
+        memory.put(other)
+        calls.run(longer, calls.plan(longer))
+    memory.put(mine)
+    memory.blank()
+    result = calls.run(memory.case, calls.plan(memory.case))
+    if not isinstance(result, Outputs | Gradients):
+        return result
+    written = _tensors(result)
+    taken = {name: x.clone() for name, x in written.items()}
+    memory.blank()
+    left = {name: x.clone() for name, x in written.items()}
+    memory.put(other)
+    settle(memory.case.q.device)
+    memory.late.extend(name for name, x in written.items() if tensors.digest(x) != tensors.digest(left[name]))
+    memory.put(mine)
+    for name, x in written.items():
+        x.copy_(taken[name])
+    return result
+
+
+def settle(device: torch.device) -> None:
+    """Wait for everything that was enqueued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 # --- beyond what was made room for
@@ -277,6 +313,7 @@ def eager(calls: Calls, memory: Memory) -> Any:
 PERFORM: dict[Execution, Callable[[Calls, Memory], Any]] = {
     Execution.EAGER: eager,
     Execution.REUSE: reused,
+    Execution.OVERWRITTEN: overwritten,
     Execution.SMALL_PLAN: small_plan,
     Execution.SMALL_WORKSPACE: small_workspace,
     Execution.GRAPH: replayed,

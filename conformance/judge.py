@@ -34,6 +34,7 @@ from .status import forced, status_of
 ALWAYS = ("random", "count")  # also of rows without an edge, which must be exactly empty
 BEHIND = {
     Execution.REUSE: "behind a run on other lists, pages and data in the same memory",
+    Execution.OVERWRITTEN: "behind other runs, with its contents overwritten behind it in stream order",
     Execution.SMALL_PLAN: "under a plan for shorter lists, or behind its refusal",
     Execution.SMALL_WORKSPACE: "in a workspace of one byte less, or behind its refusal",
     Execution.GRAPH: "as the replay of a graph that was recorded on other lists, pages and data",

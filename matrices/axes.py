@@ -36,6 +36,7 @@ class Execution(StrEnum):
 
     EAGER = "eager"
     REUSE = "reuse"
+    OVERWRITTEN = "overwritten"
     SMALL_PLAN = "small_plan"
     SMALL_WORKSPACE = "small_workspace"
     GRAPH = "graph"
@@ -130,6 +131,8 @@ PHASES = {
 EXECUTIONS = {
     Execution.EAGER.value: "planned and run, once",
     Execution.REUSE.value: "run on other lists, pages and data in the same memory first, under one plan if that may be",
+    Execution.OVERWRITTEN.value: "run behind others, without waiting; in stream order its contents and results are"
+    " overwritten behind it",
     Execution.SMALL_PLAN.value: "run under a plan for shorter lists first: refused, and planned anew, or right",
     Execution.SMALL_WORKSPACE.value: "run in a workspace of one byte less first: refused, or right",
     Execution.GRAPH.value: "recorded as a CUDA graph on other lists, pages and data, then replayed on these",

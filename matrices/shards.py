@@ -32,6 +32,7 @@ WHOLE = Shard(1, 1)
 RUNS = {  # of a launch
     Execution.EAGER: 1,
     Execution.REUSE: 3,
+    Execution.OVERWRITTEN: 4,
     Execution.SMALL_PLAN: 2,
     Execution.SMALL_WORKSPACE: 2,
     Execution.GRAPH: 3,
