@@ -5,6 +5,7 @@ backend.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,17 +47,13 @@ class Adapter:
         return refused(reason) if reason else fallback("dense")
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
-        """One dense call per request. Raises Refused as declared."""
-        spec = case.spec
-        if reason := unserved(spec):
+        """One dense call per request and branch. Raises Refused as declared."""
+        if reason := unserved(case.spec):
             raise Refused(reason)
-        lists = case.kv_indptr.tolist()
-        for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
-            if not qo_len:
-                continue
-            tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
-            rows = [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)]
-            case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
+        if case.gates is None:
+            _attend(case, case.kv_indptr.tolist())
+        else:
+            _attend_branches(case, case.gates)
         path = str(fallback(case.fallback or "dense"))
         self._runs[path] += 1
         return Outputs(case.out, case.lse, path=path)
@@ -101,6 +98,31 @@ class Adapter:
                 total = parts[0].new_zeros(len(own), *parts[0].shape[1:]).index_add_(0, place, torch.cat(parts))
                 cache.view(-1, *cache.shape[2:])[own] = total.to(cache.dtype)
         return made
+
+
+def _attend(case: Case, lists: list[int]) -> None:
+    """Fill out and lse of a case."""
+    spec = case.spec
+    for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
+        if not qo_len:
+            continue
+        tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
+        rows = [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)]
+        case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
+
+
+def _attend_branches(case: Case, gates: torch.Tensor) -> None:
+    """Each branch in FP32, gated and added; lists stand one branch after another."""
+    spec, lists = replace(case.spec, num_branches=1), case.kv_indptr.tolist()
+    q, k, v = (x.float() for x in (case.q, case.k_cache, case.v_cache))
+    total = torch.zeros_like(case.out, dtype=torch.float32)
+    for branch in range(case.spec.num_branches):
+        out, lse = torch.zeros_like(total), torch.zeros_like(case.lse[..., branch])
+        own = replace(case, spec=spec, q=q, k_cache=k, v_cache=v, out=out, lse=lse)
+        _attend(own, lists[branch * spec.num_rows : (branch + 1) * spec.num_rows + 1])
+        total += gates[..., branch, None] * out
+        case.lse[..., branch] = lse
+    case.out.copy_(total)
 
 
 def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tensor:

@@ -68,6 +68,12 @@ CONSTRAINTS = (
         "an index cell runs nothing",
     ),
     Constraint(
+        "gradients of one softmax",
+        ("phase", "branches"),
+        lambda c: c.phase != "train" or c.branches == 1,
+        "no backward of gated branches is judged yet: train needs branches:1",
+    ),
+    Constraint(
         "a path to leave",
         ("phase", "fallback"),
         lambda c: c.phase != "index" or c.fallback == "none",

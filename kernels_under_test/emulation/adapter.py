@@ -13,8 +13,8 @@ from sacts.reference.spec import AttentionSpec, DType
 from . import backward as model
 from .arithmetic import Arithmetic
 from .dequantise import coded_caches
-from .forward import forward
-from .rows import by_token, rows_of
+from .forward import added, attention, finished, forward
+from .rows import branches_of, by_token, rows_of
 from .terms import Rows
 from .trace import trace
 
@@ -37,10 +37,17 @@ class Adapter:
         return NATIVE
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
-        """Forward of all rows at once."""
-        out, lse = forward(case.spec, self._rows(case), self._arithmetic(case))
-        case.out.copy_(by_token(case.spec, out))
-        case.lse.copy_(by_token(case.spec, lse))
+        """Forward of all rows at once, branch after branch."""
+        spec, arithmetic = case.spec, self._arithmetic(case)
+        if case.gates is not None:
+            parts = [attention(each.spec, self._rows(each), arithmetic) for each in branches_of(case)]
+            outs, lses = ([by_token(spec, x) for x in of] for of in zip(*parts, strict=True))
+            out, lse = finished(spec, added(outs, case.gates, arithmetic), arithmetic), torch.stack(lses, dim=-1)
+        else:
+            found = forward(spec, self._rows(case), arithmetic)
+            out, lse = (by_token(spec, x) for x in found)
+        case.out.copy_(out)
+        case.lse.copy_(lse)
         return Outputs(case.out, case.lse, path=str(NATIVE))
 
     def trace(self, case: Case, plan: Any = None) -> Trace:
