@@ -75,6 +75,8 @@ class Adapter:
         spec, made, lists = case.spec, case.gradients, case.kv_indptr.tolist()
         if reason := unserved(spec):
             raise Refused(reason)
+        if spec.num_branches > 1:
+            raise Refused("not yet: gradients of gated branches")
         assert made is not None
         made.d_q.zero_()
         slots: list[torch.Tensor] = []
@@ -114,11 +116,10 @@ def _attend(case: Case, lists: list[int]) -> None:
 def _attend_branches(case: Case, gates: torch.Tensor) -> None:
     """Each branch in FP32, gated and added; lists stand one branch after another."""
     spec, lists = replace(case.spec, num_branches=1), case.kv_indptr.tolist()
-    q, k, v = (x.float() for x in (case.q, case.k_cache, case.v_cache))
     total = torch.zeros_like(case.out, dtype=torch.float32)
     for branch in range(case.spec.num_branches):
         out, lse = torch.zeros_like(total), torch.zeros_like(case.lse[..., branch])
-        own = replace(case, spec=spec, q=q, k_cache=k, v_cache=v, out=out, lse=lse)
+        own = replace(case, spec=spec, q=case.q.float(), out=out, lse=lse)
         _attend(own, lists[branch * spec.num_rows : (branch + 1) * spec.num_rows + 1])
         total += gates[..., branch, None] * out
         case.lse[..., branch] = lse
@@ -178,7 +179,8 @@ def _dense(case: Case, request: int, tokens: slice, mask: torch.Tensor) -> tuple
     """out [n, num_qo_heads, d] and lse [n, num_qo_heads] of one request; mask [list_heads, n, T]."""
     spec = case.spec
     seq_len = mask.shape[-1]
-    k, v = (x.permute(1, 0, 2).repeat_interleave(spec.group_size, 0) for x in _keys(case, request, mask)[1:])
+    held = (x.to(case.q.dtype) for x in _keys(case, request, mask)[1:])
+    k, v = (x.permute(1, 0, 2).repeat_interleave(spec.group_size, 0) for x in held)
     q = case.q[tokens].transpose(0, 1)
     mask = mask.repeat_interleave(spec.heads_per_list, 0)
     some = mask.any(dim=-1, keepdim=True)

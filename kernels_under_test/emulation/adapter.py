@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Gradients, Outputs, Saved, Support, Trace
+from sacts.conformance.adapter import (
+    NATIVE,
+    Capabilities,
+    Case,
+    Consumes,
+    Gradients,
+    Outputs,
+    Refused,
+    Saved,
+    Support,
+    Trace,
+)
 from sacts.reference.spec import AttentionSpec, DType
 
 from . import backward as model
@@ -64,7 +75,9 @@ class Adapter:
     def backward(
         self, case: Case, saved: Saved, d_out: torch.Tensor, d_lse: torch.Tensor | None = None, plan: Any = None
     ) -> Gradients:
-        """Gradients of all rows at once, added up slot by slot in FP32, then rounded."""
+        """Gradients of all rows at once, added up slot by slot in FP32, then rounded. Raises Refused for branches."""
+        if case.spec.num_branches > 1:
+            raise Refused("not yet: gradients of gated branches")
         spec, rows, arithmetic = case.spec, self._rows(case), self.arithmetic[case.spec.dtype]
         given = (saved.out, saved.lse, d_out, torch.zeros_like(saved.lse) if d_lse is None else d_lse)
         out, lse, d_o, d_l = (x.float().reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:]) for x in given)
