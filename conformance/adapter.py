@@ -31,9 +31,10 @@ class Case:
     `kv_cache` is the one tensor that holds K and V where the backend declares `packed_kv`, None otherwise.
     `gradients` are the buffers that `backward` may write into; None in the forward call. Where the spec has a codec,
     the cache holds codes, and `k_scales`, `v_scales` (and `k_zeros`, `v_zeros` where it is asymmetric) what decodes
-    them, (code - zero) * scale; None without. `gate`: of the epilogue that multiplies by one.
-    `fallback`: why the backend must leave its sparse path in this call; None where it takes the path that it declares
-    for the spec.
+    them, (code - zero) * scale; None without. `gate`: of the epilogue that multiplies by one. `fallback`: why the
+    backend must leave its sparse path in this call; None where it takes the path that it declares for the spec. Where
+    the spec has branches, `kv_indptr` holds the lists of all rows branch after branch, `lse` has one number per branch,
+    and `gates` [num_tokens, num_qo_heads, num_branches] FP32 weigh what is added; None without.
     """
 
     spec: AttentionSpec
@@ -57,13 +58,14 @@ class Case:
     v_zeros: torch.Tensor | None = None
     gate: torch.Tensor | None = None
     fallback: FallbackReason | None = None
+    gates: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """out [num_tokens, num_qo_heads, head_dim_vo] in the dtype of q; lse [num_tokens, num_qo_heads] FP32, or None
-    where the backend has none. `path`: the path taken, `native` or `fallback(reason)`, where the backend knows; it
-    must be the declared one.
+    """out [num_tokens, num_qo_heads, head_dim_vo] in the dtype of q; lse [num_tokens, num_qo_heads] (of branches:
+    [num_tokens, num_qo_heads, num_branches]) FP32, or None where the backend has none. `path`: the path taken, `native`
+    or `fallback(reason)`, where the backend knows; it must be the declared one.
     """
 
     out: torch.Tensor
@@ -309,10 +311,12 @@ class Backend:
         count = getattr(self.adapter, "counters", None)
         return dict(count()) if count else None
 
-    def numerics(self, dtype: DType, hints: Hints) -> Numerics:
-        """The numerics contract of a launch: where the hint names splits, the backend may split."""
+    def numerics(self, dtype: DType, hints: Hints, branches: int = 1) -> Numerics:
+        """The numerics contract of a launch: where the hint names splits, the backend may split; what is put together
+        from branches has been stored as a partial output.
+        """
         declared = self.capabilities.numerics_of(dtype)
-        return replace(declared, splits=declared.splits or hints.num_splits > 1)
+        return replace(declared, splits=declared.splits or hints.num_splits > 1, branched=branches > 1)
 
     def workspace_bytes(self, case: Case) -> int:
         """Bytes of workspace that the adapter asks for; 0 where it asks for none."""

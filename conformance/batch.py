@@ -17,6 +17,7 @@ from sacts.reference.forward import Inputs
 from sacts.reference.paging import PagedCache, PageTable
 from sacts.reference.spec import AttentionSpec
 
+from . import branches
 from .build import Problem
 from .codes import Scales, joined
 from .launch import Observed
@@ -28,7 +29,7 @@ def join(problems: Sequence[Problem]) -> Problem:
     """One problem whose requests are those of `problems`, in their order; each keeps lists, page-map kind, stale
     columns and decoys. The first keeps its physical pages; page 0, where nobody owns it, is one page for all.
 
-    The problems must be of one cell and replicate.
+    The problems must be of one cell and replicate. Raises ValueError where they have different numbers of branches.
     """
     first = problems[0]
     if len(problems) == 1:
@@ -59,6 +60,7 @@ def join(problems: Sequence[Problem]) -> Problem:
         slot_token=slot_token,
         k_scales=_joined_scales([problem.k_scales for problem in problems], problems, shifts, pages),
         v_scales=_joined_scales([problem.v_scales for problem in problems], problems, shifts, pages),
+        branches=branches.joined([problem.branches for problem in problems]),
     )
 
 

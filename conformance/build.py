@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ from sacts.reference.spec import (
     Schedule,
 )
 
+from . import branches
 from .adapter import PADDING
 from .codes import Scales, scales_of
 from .draw import Array, Draw, Ints
@@ -45,7 +47,8 @@ class Problem:
     """A spec with its candidates and paging. `pages` [L]: the physical pages that hold data, sorted: those of the
     requests and decoys that none owns. A slot is (live page index, offset); `slot_request` [L, page_size] is its
     owner or -1, `slot_token` its logical position there. `k_scales`, `v_scales`: of K and V in codes, None where they
-    are stored as they are.
+    are stored as they are. `branches`: of a call with gated branches; each request of the call then stands so often in
+    `spec`, once per branch (`branches`), and `Launcher` makes one launch for each.
     """
 
     cell: Cell
@@ -60,6 +63,7 @@ class Problem:
     slot_token: Ints
     k_scales: Scales | None = None
     v_scales: Scales | None = None
+    branches: int = 1
 
     def draw(self, *purpose: object) -> Draw:
         """The stream of this problem for one purpose."""
@@ -89,6 +93,11 @@ class Problem:
             return []
         rows, _, _ = edges(self.lenient.spec, self.candidates)
         return [self.spec.row(int(row)) for row in np.setdiff1d(np.arange(self.spec.num_rows), rows)]
+
+    @property
+    def num_calls(self) -> int:
+        """Requests of the call, each counted once."""
+        return self.spec.num_requests // self.branches
 
     def position_in(self, request: int) -> Ints:
         """Logical position of each slot in one request, -1 where the page is not the request's: [L, page_size]."""
@@ -147,6 +156,8 @@ def build(
     )
     draw = Draw(cell.id, replicate, "layout")
     table, pages = PAGE_MAPS[cell.map](spec, draw)
+    if cell.branches > 1:
+        spec, table = branches.unfolded(spec, cell.branches), branches.unfolded_table(table, cell.branches)
     hints = Hints(
         num_splits=cell.splits,
         kv_tile=cell.tile,
@@ -155,12 +166,14 @@ def build(
         route=Route(cell.route),
         reduction=Reduction(cell.reduction),
     )
-    return _assembled(cell, replicate, spec, hints, table, pages, raw_lists(cell, spec, draw))
+    problem = _assembled(cell, replicate, spec, hints, table, pages, raw_lists(cell, spec, draw))
+    return replace(problem, branches=cell.branches)
 
 
 def last_query(problem: Problem, request: int, *purpose: object) -> Problem:
     """The last query of one request as a problem of its own: the same position, lists, masks, kind of page map and
-    hints, on other pages. `purpose` names the draw of these. The request must have a query.
+    hints, on other pages. Of a call with branches: one of them, alone. `purpose` names the draw of the pages. The
+    request must have a query.
 
     Under the top-left rule, where a query's position is its place in the request, the earlier queries stay.
     """
@@ -195,7 +208,7 @@ def _assembled(
             live = np.searchsorted(pages, table.table[request, page])
             slot_request[live] = request
             slot_token[live] = page * spec.page_size + np.arange(spec.page_size)
-    scales = {}
+    scales: dict[str, Any] = {}
     if spec.k_codec or spec.v_codec:
         where = pages, slot_request, slot_token, (cell.id, replicate, "scales")
         scales = {f"{name}_scales": scales_of(spec, name, *where) for name in ("k", "v")}

@@ -16,7 +16,7 @@ from sacts.reference.forward import Inputs
 from sacts.reference.spec import AttentionSpec, EpilogueKind, Hints
 from sacts.reports.records import Finding, Gate
 
-from . import conventions, tensors
+from . import branches, conventions, tensors
 from .adapter import Backend, Case, KVLayout, Refused
 from .build import Problem
 from .codes import Scales
@@ -94,7 +94,7 @@ class Launched(Generic[T]):
     def watched(self, case: Case, live: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the backend must not change, by name; of a cache, its live pages."""
         names = ["q", "page_table", "seq_lens", "qo_indptr", "kv_indptr", "kv_indices"]
-        names += ["gate"] if case.gate is not None else []
+        names += [name for name in ("gate", "gates") if getattr(case, name) is not None]
         paged = ("k_cache", "v_cache", "k_scales", "v_scales", "k_zeros", "v_zeros")
         given = {name: each for name in paged if (each := getattr(case, name)) is not None}
         caches = {name: tensors.taken(each, live) for name, each in given.items()}
@@ -159,15 +159,30 @@ class Launched(Generic[T]):
             raise AdapterRaised(f"{self.name}(case)") from error
 
     @cached_property
+    def spec(self) -> AttentionSpec:
+        """What the backend is called with, before its index space: requests once, whatever their branches."""
+        return branches.folded(self.problem.spec, self.problem.branches)
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """The problem's token whose q stands for each token of the call: of one branch."""
+        return branches.tokens_of(self.problem.spec, self.problem.branches, 0)
+
+    @cached_property
     def _out(self) -> tensors.Guarded:
-        spec = self.problem.spec
+        spec = self.spec
         shape = (spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo)
         return tensors.Guarded.make(shape, tensors.TORCH[spec.dtype], self.device)
 
     @cached_property
     def _lse(self) -> tensors.Guarded:
-        spec = self.problem.spec
-        return tensors.Guarded.make((spec.num_tokens, spec.num_qo_heads), torch.float32, self.device)
+        return tensors.Guarded.make(self.lse_shape, torch.float32, self.device)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Of lse: [num_tokens, num_qo_heads], and num_branches where there are several."""
+        spec = self.spec
+        return (spec.num_tokens, spec.num_qo_heads, *((spec.num_branches,) if spec.num_branches > 1 else ()))
 
     def _page_table(self) -> NDArray[np.int64]:
         """The table, its stale columns turned by `stale_shift` among the live pages that the request does not own."""
@@ -177,12 +192,12 @@ class Launched(Generic[T]):
                 others = np.array([page for page in self.problem.pages if page not in owned], np.int64)
                 stale = table.shape[1] - len(owned)
                 table[request, len(owned) :] = np.resize(np.roll(others, self.surroundings.stale_shift), stale)
-        return table
+        return table[:: self.problem.branches]
 
     def case(self) -> tuple[Case, torch.Tensor]:
         """The problem as the backend declared that it takes it, and the index of the live pages."""
         device, capabilities = self.device, self.backend.capabilities
-        spec = conventions.spec_for(self.problem.spec, capabilities)
+        spec = conventions.spec_for(self.problem.spec, capabilities, self.problem.branches)
         lists = conventions.lists_for(self.problem, capabilities)
         filler = self.surroundings.filler
         k, v = (self._held(name, filler) for name in ("k", "v"))
@@ -191,7 +206,7 @@ class Launched(Generic[T]):
         case = Case(
             spec=spec,
             hints=self.hints,
-            q=tensors.to_torch(self.inputs.q, spec.dtype, device),
+            q=tensors.to_torch(self.inputs.q[self.tokens], spec.dtype, device),
             k_cache=pool.k,
             v_cache=pool.v,
             kv_cache=pool.packed,
@@ -268,7 +283,7 @@ class Launched(Generic[T]):
         """Requirement: every element of a tensor [tokens, heads, ...] is written. Raises ContractBroken."""
         left = tensors.unwritten(tensor)
         if len(left):
-            token, head = int(left[0][0]), int(left[0][1])
+            token, head = int(self.tokens[left[0][0]]), int(left[0][1])
             place = place_of(self.problem.spec, token, head)
             raise ContractBroken(f"{place}: {name} was never written ({len(left)} of {tensor.numel()} elements)", place)
 

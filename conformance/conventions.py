@@ -15,6 +15,7 @@ from sacts.reference.candidates import CandidateLists
 from sacts.reference.forward import edges
 from sacts.reference.spec import AttentionSpec, CausalRule
 
+from . import branches
 from .adapter import (
     PADDING,
     SEQ_LEN,
@@ -30,8 +31,11 @@ from .build import Problem, build
 from .draw import Ints
 
 
-def spec_for(spec: AttentionSpec, capabilities: Capabilities) -> AttentionSpec:
-    """The spec as the backend sees it: a backend of physical slots gets tokens that need no mask."""
+def spec_for(spec: AttentionSpec, capabilities: Capabilities, num_branches: int = 1) -> AttentionSpec:
+    """The spec as the backend sees it: each request once, whatever its branches; a backend of physical slots gets
+    tokens that need no mask.
+    """
+    spec = branches.folded(spec, num_branches)
     if capabilities.index_space is IndexSpace.LOGICAL:
         return spec
     return replace(spec, block_size=1, causal=CausalRule.NONE, window_left=-1)
@@ -44,7 +48,16 @@ def problem_for(cell: Cell, replicate: int, capabilities: Capabilities) -> Probl
 
 
 def lists_for(problem: Problem, capabilities: Capabilities) -> CandidateLists:
-    """The candidate lists in the declared form: raw or validated, logical or physical, with the declared padding."""
+    """The candidate lists in the declared form: raw or validated, logical or physical, with the declared padding; of
+    branches those of all rows, branch after branch.
+    """
+    lists = _lists(problem, capabilities)
+    if problem.branches == 1:
+        return lists
+    return branches.rearranged(lists, branches.rows_of_lists(problem.spec, problem.branches))
+
+
+def _lists(problem: Problem, capabilities: Capabilities) -> CandidateLists:
     if capabilities.index_space is IndexSpace.PHYSICAL:
         return _physical(problem)
     if capabilities.consumes is Consumes.VALIDATED:

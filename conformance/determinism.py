@@ -75,10 +75,10 @@ def _schedules(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Varia
 
 
 def _batches(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:
-    requests = range(problem.spec.num_requests)
+    requests = range(problem.num_calls)
     yield chosen(problem, inputs, requests[::-1])
     for request in requests:
-        if problem.spec.qo_lens[request]:
+        if problem.spec.qo_lens[request * problem.branches]:
             yield chosen(problem, inputs, [request])
 
 
@@ -114,7 +114,7 @@ def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> lis
     """Every level but that of other processes (see `digests`), on the random probe of a cell."""
     problem = problem_for(cell, replicate, launcher.backend.capabilities)
     inputs = RANDOM.inputs(problem)
-    numerics = launcher.backend.numerics(problem.spec.dtype, Hints(num_splits=max(SPLITS)))
+    numerics = launcher.backend.numerics(problem.spec.dtype, Hints(num_splits=max(SPLITS)), problem.branches)
     allowed = expected(problem.spec, inputs, problem.table, problem.candidates, numerics)
     first = launcher(problem, inputs)
     found = []

@@ -68,10 +68,14 @@ class Batch:
 
 
 def batches(made: Sequence[Copy]) -> list[Batch]:
-    """The copies of a cell by launch."""
+    """The copies of a cell by launch; a witness copy is of one branch."""
     if made[0].problem.cell.cache == SEPARATE:
         return [Batch([copy]) for copy in made]
-    return [Batch(list(made))]
+    together = {
+        copy.problem.branches: [each for each in made if each.problem.branches == copy.problem.branches]
+        for copy in made
+    }
+    return [Batch(each) for each in together.values()]
 
 
 def use_of(copy: Copy, observed: Observed) -> float:

@@ -52,8 +52,8 @@ class Memory:
 
     def views(self) -> dict[str, torch.Tensor]:
         """Contents by name; of what belongs to pages the live ones only."""
-        plain = {name: getattr(self.case, name) for name in ("q", "page_table", "seq_lens", "kv_indices")}
-        plain |= {} if self.case.gate is None else {"gate": self.case.gate}
+        names = ("q", "page_table", "seq_lens", "kv_indices", "gate", "gates")
+        plain = {name: x for name in names if (x := getattr(self.case, name)) is not None}
         paged = {name: getattr(self.case, name) for name in (*PAGED, *DECODING)}
         held = {name: tensors.taken(x, self.live) for name, x in paged.items() if x is not None}
         return {**plain, **self.given, **held}
@@ -122,12 +122,12 @@ def _other_lists(case: Case, live: torch.Tensor, space: IndexSpace) -> torch.Ten
     if space is IndexSpace.PHYSICAL:
         page, offset = entries // case.spec.page_size, entries % case.spec.page_size
         return _next_page(page, live) * case.spec.page_size + offset
-    rows = torch.repeat_interleave(torch.arange(case.spec.num_rows, device=entries.device), case.kv_indptr.diff())
+    rows = torch.repeat_interleave(torch.arange(case.spec.num_lists, device=entries.device), case.kv_indptr.diff())
     request = torch.tensor(case.spec.token_request, dtype=torch.long, device=entries.device)[
-        rows // case.spec.list_heads
+        rows % case.spec.num_rows // case.spec.list_heads
     ]
     real = (entries >= 0) & (entries * case.spec.block_size < case.seq_lens.long()[request])
-    ends = torch.zeros(case.spec.num_rows, dtype=torch.long, device=entries.device)
+    ends = torch.zeros(case.spec.num_lists, dtype=torch.long, device=entries.device)
     low = ends.scatter_reduce(0, rows[real], entries[real], "amin", include_self=False)
     high = ends.scatter_reduce(0, rows[real], entries[real], "amax", include_self=False)
     return torch.where(real, low[rows] + high[rows] - entries, entries)

@@ -50,6 +50,8 @@ def judge_gradients(launcher: Launcher, problem: Problem, *, budget: int = BUDGE
     """
     if not launcher.backend.has_backward:
         return GradientVerdict(NOT_OFFERED)
+    if problem.branches > 1:
+        return GradientVerdict(NOT_APPLICABLE)
     problem = replace(problem, spec=replace(problem.spec, epilogue=Epilogue()))  # backward starts before it
     made = copies(problem, launcher.backend)
     seen = _launched(launcher, made)

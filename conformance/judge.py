@@ -17,11 +17,13 @@ from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sa
 from . import conventions, inspection, sample
 from .adapter import Refused, Support
 from .batch import join
+from .branches import renamed
 from .build import Problem
 from .contract import AdapterRaised, ContractBroken
 from .determinism import outputs
 from .diagnosis import GATE_OF, Batch, batches, diagnose, diagnose_bits, diagnose_drawn, use_of
 from .gates import determinism, generic, intervals
+from .gates.branches import judge_gated
 from .gates.layout import changed
 from .gates.witnesses import used
 from .gradients import judge_gradients
@@ -53,6 +55,7 @@ class _Sheet:
     use: dict[str, float] = field(default_factory=dict)
     probes: dict[str, ProbeResult] = field(default_factory=dict)
     samples: dict[str, Sample] = field(default_factory=dict)
+    branches: int = 1
 
     def reach(self, failed: Gate | None) -> None:
         """Set what each gate said: all before the one that failed passed. A failure blamed on the merge showed at
@@ -70,6 +73,11 @@ class _Sheet:
         return probe in self.probes and self.probes[probe].said == NOT_APPLICABLE
 
     def close(self, verdict: Verdict, sentence: str = "", finding: Finding | None = None) -> Record:
+        if self.branches > 1:
+            sentence = renamed(sentence, self.branches)
+        if self.branches > 1 and finding is not None:
+            place, words = (renamed(text, self.branches) for text in (finding.place, finding.sentence))
+            finding = msgspec.structs.replace(finding, place=place, sentence=words)
         gates = {gate: self.gates.get(gate, NOT_REACHED) for gate in Gate}
         return _with(
             self.record,
@@ -108,6 +116,7 @@ def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> R
     try:
         capabilities = launcher.backend.capabilities
         problem = conventions.problem_for(cell, replicate, capabilities)
+        sheet.branches = problem.branches
         status = status_of(launcher, problem)
         lost = conventions.converted(problem, capabilities)
         sheet.record = _with(sheet.record, status=str(status.support), converted=lost)
@@ -145,14 +154,15 @@ def _judge(launcher: Launcher, problem: Problem, support: Support, sheet: _Sheet
     if not terms_of(problem.spec):
         sheet.gates[Gate.TERMS] = NOT_APPLICABLE
     sheet.gates[Gate.LOGITS] = NOT_APPLICABLE  # of a trace, which only a failure asks for
-    made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints))
+    made = copies(problem, launcher.backend.numerics(problem.spec.dtype, problem.hints, problem.branches))
     sheet.probes.update(_told(made))
     sheet.samples.update(_sampled(made[0]))
     finding = _executed(
         launcher, lambda each: _finding(each, made, sheet), lambda: _finding(eager, [*made, made[0]], sheet)
     )
     if finding is None or finding.gate is Gate.DETERMINISM:  # gradients are blamed before promises of bits
-        if problem.hints.num_splits == 1 or support.status != "native":  # a fallback need not split at all
+        merged = problem.hints.num_splits > 1 and support.status == "native"  # a fallback need not split at all
+        if not merged and problem.branches == 1:
             sheet.gates[Gate.MERGE] = NOT_APPLICABLE
         finding = (
             _executed(
@@ -241,6 +251,7 @@ def _finding(launcher: Launcher, made: Sequence[Copy], sheet: _Sheet) -> Finding
     return (
         _differing(launcher, groups, first, second, sheet)
         or _drawn(launcher, *_random(groups, first), sheet)
+        or _gated(launcher, _random(groups, first)[0], sheet)
         or _promises(launcher, *_random(groups, first), sheet)
     )
 
@@ -279,7 +290,7 @@ def _differing(
 def _drawn(launcher: Launcher, copy: Copy, observed: Observed, sheet: _Sheet) -> Finding | None:
     """Gates B, C and D of the copy whose inputs are drawn, where gate A has passed."""
     problem = copy.problem
-    numerics = launcher.backend.numerics(problem.spec.dtype, problem.hints)
+    numerics = launcher.backend.numerics(problem.spec.dtype, problem.hints, problem.branches)
     bounds = generic.bounds(problem, copy.inputs, numerics, copy.rows)
     said = bounds.judge(observed) if bounds else {}
     sheet.gates.update((gate, NOT_APPLICABLE) for gate in generic.GATES if gate not in said)
@@ -289,6 +300,15 @@ def _drawn(launcher: Launcher, copy: Copy, observed: Observed, sheet: _Sheet) ->
     sheet.use.update((gate, each.use) for gate, each in said.items())
     finding = next((each.finding for each in said.values() if each.finding), None)
     return diagnose_drawn(launcher, copy, bounds, finding) if finding else None
+
+
+def _gated(launcher: Launcher, copy: Copy, sheet: _Sheet) -> Finding | None:
+    """Gate merge, of branches."""
+    if copy.problem.branches == 1:
+        return None
+    judged = judge_gated(launcher, copy)
+    sheet.use[Gate.MERGE] = max(sheet.use.get(Gate.MERGE, 0.0), judged.use)
+    return judged.finding
 
 
 def _promises(launcher: Launcher, copy: Copy, observed: Observed, sheet: _Sheet) -> Finding | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from sacts.matrices.axes import Execution
 from sacts.reference.forward import Inputs
 from sacts.reference.spec import AttentionSpec, FallbackReason, Hints
 
-from . import conventions, tensors
+from . import branches, conventions, tensors
 from .adapter import Backend, Case, LseBase, Outputs, Support
 from .build import Problem
 from .contract import CLEAN, AdapterRaised, ContractBroken, Launched, Surroundings
@@ -65,10 +65,10 @@ class Launcher:
         """The same, but for a backend that is told to leave its sparse path."""
         return Launcher(self.backend.forced(reason), self.device, self._on_launch, self.execution, self._on_return)
 
-    def support(self, spec: AttentionSpec) -> Support:
-        """What the backend declares for a spec. Raises AdapterRaised."""
+    def support(self, spec: AttentionSpec, num_branches: int = 1) -> Support:
+        """What the backend declares for a judge's spec of so many branches. Raises AdapterRaised."""
         try:
-            return self.backend.support(conventions.spec_for(spec, self.backend.capabilities))
+            return self.backend.support(conventions.spec_for(spec, self.backend.capabilities, num_branches))
         except Exception as error:  # whatever an adapter raises is its own verdict
             raise AdapterRaised("support(spec)") from error
 
@@ -81,11 +81,34 @@ class Launcher:
         surroundings: Surroundings = CLEAN,
         between: Callable[[], object] = lambda: None,
     ) -> Observed:
-        """One launch; `between`: what happens after its plan. Raises ContractBroken, AdapterRaised, or Refused where
-        the backend refuses the spec.
+        """One launch, or of branches one for each, whose gate is 1 where those of all others are 0: what comes back is
+        out and lse of the branch. `between`: what happens after its plan. Raises ContractBroken, AdapterRaised, or
+        Refused where the backend refuses the spec.
         """
         where = self.backend, self.device, problem, inputs, hints or problem.hints, surroundings
-        return self.perform(_Forward(*where, between))
+        if problem.branches == 1:
+            return self.perform(_Forward(*where, between))
+        tokens, heads = problem.spec.num_tokens // problem.branches, problem.spec.num_qo_heads
+        seen = []
+        for branch in range(problem.branches):
+            gates = branches.one_hot(tokens, heads, problem.branches, branch)
+            seen.append(self.perform(_Forward(*where, between, gates, branch)))
+        return _side_by_side(problem, seen)
+
+    def gated(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        gates: Array,
+        *,
+        hints: Hints | None = None,
+        surroundings: Surroundings = CLEAN,
+    ) -> Observed:
+        """One launch with these gates [num_tokens, num_qo_heads, branches], and q of the first branch: out of the call,
+        lse [num_tokens, num_qo_heads, branches]. Raises as a call does.
+        """
+        where = self.backend, self.device, problem, inputs, hints or problem.hints, surroundings
+        return self.perform(_Forward(*where, gates=gates))
 
     def perform(self, launch: Launched[T]) -> T:
         """Make a launch, forward or backward: `launch` holds no state yet. Raises as a call does."""
@@ -106,7 +129,33 @@ class Launcher:
 
     def case(self, problem: Problem, inputs: Inputs, hints: Hints | None = None) -> Case:
         """The problem as this backend takes it, for what it says about a case without running it."""
-        return _Forward(self.backend, self.device, problem, inputs, hints or problem.hints, CLEAN).case()[0]
+        gates = None
+        if problem.branches > 1:
+            tokens, heads = problem.spec.num_tokens // problem.branches, problem.spec.num_qo_heads
+            gates = branches.one_hot(tokens, heads, problem.branches, 0)
+        where = self.backend, self.device, problem, inputs, hints or problem.hints, CLEAN
+        return _Forward(*where, gates=gates).case()[0]
+
+
+def _side_by_side(problem: Problem, seen: Sequence[Observed]) -> Observed:
+    """What came back of each branch, [tokens of the call, ...], in the order of the problem's tokens."""
+    every = range(problem.branches)
+    order = np.argsort(np.concatenate([branches.tokens_of(problem.spec, len(every), branch) for branch in every]))
+
+    def put(parts: Sequence[NDArray[Any] | None]) -> Any:
+        some = [part for part in parts if part is not None]
+        return np.concatenate(some)[order] if some else None
+
+    def of_branch(name: str) -> list[NDArray[Any] | None]:
+        found = [getattr(each, name) for each in seen]
+        return [x if x is None else x[..., branch] for branch, x in enumerate(found)]
+
+    return Observed(
+        out=put([each.out for each in seen]),
+        lse=put(of_branch("lse")),
+        out_bits=put([each.out_bits for each in seen]),
+        lse_bits=put(of_branch("lse_bits")),
+    )
 
 
 @contextmanager
@@ -125,9 +174,23 @@ def _filled_memory(on: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Forward(Launched[Observed]):
-    """A launch of `run`; `between`: what happens after its plan."""
+    """A launch of `run`; `between`: what happens after its plan. `gates` [num_tokens, num_qo_heads, branches] of the
+    call, None where it has no branches; `branch`: whose q stands in it.
+    """
 
     between: Callable[[], object] = lambda: None
+    gates: Array | None = None
+    branch: int = 0
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        return branches.tokens_of(self.problem.spec, self.problem.branches, self.branch)
+
+    def case(self) -> tuple[Case, torch.Tensor]:
+        case, live = super().case()
+        if self.gates is None:
+            return case, live
+        return replace(case, gates=torch.from_numpy(self.gates.astype(np.float32)).to(self.device)), live
 
     def call(self, case: Case, planned: tuple[Any, ...]) -> Any:
         self.between()
@@ -140,7 +203,8 @@ class _Forward(Launched[Observed]):
     @property
     def _declared(self) -> str:
         """The path that the backend must take."""
-        return str(self.backend.support(conventions.spec_for(self.problem.spec, self.backend.capabilities)))
+        capabilities = self.backend.capabilities
+        return str(self.backend.support(conventions.spec_for(self.problem.spec, capabilities, self.problem.branches)))
 
     def _check_counters(self, counted: Counter[str], before: Counter[str]) -> None:
         """Requirement: a run is counted once, under its path. Raises ContractBroken."""
@@ -154,14 +218,14 @@ class _Forward(Launched[Observed]):
         return result.out.data_ptr() != self._out.inner.data_ptr()
 
     def observe(self, result: Any) -> Observed:
-        spec = self.problem.spec
+        spec = self.spec
         if not isinstance(result, Outputs):
             raise ContractBroken(f"run must return Outputs, got {type(result).__name__}")
         shape = (spec.num_tokens, spec.num_qo_heads, spec.head_dim_vo)
         self.check_tensor("out", result.out, shape, tensors.TORCH[spec.dtype])
         self.check_written("out", result.out)
         if result.lse is not None:
-            self.check_tensor("lse", result.lse, shape[:2], torch.float32)
+            self.check_tensor("lse", result.lse, self.lse_shape, torch.float32)
             self.check_written("lse", result.lse)
         if result.path is None and self.backend.reason:
             raise ContractBroken("a backend that is forced to fall back must say its path")

@@ -1,4 +1,6 @@
-"""Raw candidate lists of a cell, by the axes `pattern`, `kind`, `qblock`, `lists` and `format`."""
+"""Raw candidate lists of a cell, by the axes `pattern`, `kind`, `qblock`, `lists`, `format` and
+`branches`.
+"""
 
 from __future__ import annotations
 
@@ -117,6 +119,8 @@ def _drawn(cell: Cell, spec: AttentionSpec, draw: Draw) -> CandidateLists:
         entries = -(-tokens // spec.block_size)
         for _ in range(spec.list_heads):
             named = _PATTERNS[cell.pattern](entries, draw) if entries else np.zeros(0, np.int64)
+            if branch := request % cell.branches:  # shorter than the first, each by another share
+                named = named[: len(named) - len(named) // (branch + 2)]
             lists.append(_repeated(named) if repeats else named)
     lengths = [len(entries) for entries in lists]
     return CandidateLists(np.cumsum([0, *lengths]), np.concatenate([np.zeros(0, np.int64), *lists]))

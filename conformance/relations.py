@@ -56,8 +56,9 @@ def repeated(problem: Problem, inputs: Inputs) -> Variant:
 
 
 def chosen(problem: Problem, inputs: Inputs, requests: Sequence[int]) -> Variant:
-    """Some requests only, in this order, over the same pool."""
-    spec, order = problem.spec, list(requests)
+    """Some requests of the call only, in this order, each with all its branches, over the same pool."""
+    spec, branches = problem.spec, range(problem.branches)
+    order = [n * problem.branches + branch for n in requests for branch in branches]
     tokens = np.array(
         list(chain.from_iterable(range(spec.qo_indptr[n], spec.qo_indptr[n] + spec.qo_lens[n]) for n in order)),
         np.int64,
@@ -85,7 +86,7 @@ def chosen(problem: Problem, inputs: Inputs, requests: Sequence[int]) -> Variant
         candidates=kept,
         slot_request=owner,
     )
-    names = ", ".join(map(str, order))
+    names = ", ".join(map(str, requests))
     return Variant(f"requests {names} in this order", smaller, _rows_of(inputs, tokens), problem.hints, tokens)
 
 

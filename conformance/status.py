@@ -34,7 +34,7 @@ def status_of(launcher: Launcher, problem: Problem) -> Status:
         if missing != NATIVE:
             return Status(missing, asked=False)
     launcher = forced(launcher, problem.cell)
-    said = launcher.support(problem.spec)
+    said = launcher.support(problem.spec, problem.branches)
     if (
         said.status != "refused"
         and problem.cell.exec == Execution.SMALL_WORKSPACE

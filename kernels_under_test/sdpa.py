@@ -5,6 +5,7 @@ backend.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,17 +47,13 @@ class Adapter:
         return refused(reason) if reason else fallback("dense")
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
-        """One dense call per request. Raises Refused as declared."""
-        spec = case.spec
-        if reason := unserved(spec):
+        """One dense call per request and branch. Raises Refused as declared."""
+        if reason := unserved(case.spec):
             raise Refused(reason)
-        lists = case.kv_indptr.tolist()
-        for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
-            if not qo_len:
-                continue
-            tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
-            rows = [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)]
-            case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
+        if case.gates is None:
+            _attend(case, case.kv_indptr.tolist())
+        else:
+            _attend_branches(case, case.gates)
         path = str(fallback(case.fallback or "dense"))
         self._runs[path] += 1
         return Outputs(case.out, case.lse, path=path)
@@ -78,6 +75,8 @@ class Adapter:
         spec, made, lists = case.spec, case.gradients, case.kv_indptr.tolist()
         if reason := unserved(spec):
             raise Refused(reason)
+        if spec.num_branches > 1:
+            raise Refused("not yet: gradients of gated branches")
         assert made is not None
         made.d_q.zero_()
         slots: list[torch.Tensor] = []
@@ -101,6 +100,30 @@ class Adapter:
                 total = parts[0].new_zeros(len(own), *parts[0].shape[1:]).index_add_(0, place, torch.cat(parts))
                 cache.view(-1, *cache.shape[2:])[own] = total.to(cache.dtype)
         return made
+
+
+def _attend(case: Case, lists: list[int]) -> None:
+    """Fill out and lse of a case."""
+    spec = case.spec
+    for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
+        if not qo_len:
+            continue
+        tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
+        rows = [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)]
+        case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
+
+
+def _attend_branches(case: Case, gates: torch.Tensor) -> None:
+    """Each branch in FP32, gated and added; lists stand one branch after another."""
+    spec, lists = replace(case.spec, num_branches=1), case.kv_indptr.tolist()
+    total = torch.zeros_like(case.out, dtype=torch.float32)
+    for branch in range(case.spec.num_branches):
+        out, lse = torch.zeros_like(total), torch.zeros_like(case.lse[..., branch])
+        own = replace(case, spec=spec, q=case.q.float(), out=out, lse=lse)
+        _attend(own, lists[branch * spec.num_rows : (branch + 1) * spec.num_rows + 1])
+        total += gates[..., branch, None] * out
+        case.lse[..., branch] = lse
+    case.out.copy_(total)
 
 
 def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tensor:
@@ -156,7 +179,8 @@ def _dense(case: Case, request: int, tokens: slice, mask: torch.Tensor) -> tuple
     """out [n, num_qo_heads, d] and lse [n, num_qo_heads] of one request; mask [list_heads, n, T]."""
     spec = case.spec
     seq_len = mask.shape[-1]
-    k, v = (x.permute(1, 0, 2).repeat_interleave(spec.group_size, 0) for x in _keys(case, request, mask)[1:])
+    held = (x.to(case.q.dtype) for x in _keys(case, request, mask)[1:])
+    k, v = (x.permute(1, 0, 2).repeat_interleave(spec.group_size, 0) for x in held)
     q = case.q[tokens].transpose(0, 1)
     mask = mask.repeat_interleave(spec.heads_per_list, 0)
     some = mask.any(dim=-1, keepdim=True)

@@ -268,4 +268,10 @@ AXES = (
         tuple(LISTS),
         clause="DESIGN section 4, Candidates",
     ),
+    Axis(
+        "branches",
+        "separate softmaxes over lists of their own, gated and added",
+        1,
+        clause="DESIGN section 4, Branches",
+    ),
 )

@@ -59,6 +59,7 @@ class Cell:
     fallback: str = "none"
     reduction: str = "atomic"
     lists: str = "kv_head"
+    branches: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:

@@ -68,6 +68,18 @@ CONSTRAINTS = (
         "an index cell runs nothing",
     ),
     Constraint(
+        "gradients of one softmax",
+        ("phase", "branches"),
+        lambda c: c.phase != "train" or c.branches == 1,
+        "no backward of gated branches is judged yet: train needs branches:1",
+    ),
+    Constraint(
+        "gates of branches",
+        ("branches", "epilogue"),
+        lambda c: c.branches == 1 or c.epilogue != "gate",
+        "branches have gates of their own",
+    ),
+    Constraint(
         "a path to leave",
         ("phase", "fallback"),
         lambda c: c.phase != "index" or c.fallback == "none",

@@ -56,6 +56,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "dropout": ("0", "30"),
     "qtile": ("1", "4"),
     "qblock": ("1", "4"),
+    "branches": ("1", "2"),
     "fallback": ("none",),
     "empty": ("zero", "force_self", "force_sink_token"),
 }

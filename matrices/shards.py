@@ -38,7 +38,17 @@ RUNS = {  # of a launch
     Execution.GRAPH: 3,
     Execution.DOUBLE_BUFFER: 6,
 }
-COST_AXES = ("phase", "kv", "q", "heads", "page", "splits", "tile", "exec")  # what `predicted` looks at, by level
+COST_AXES = (
+    "phase",
+    "kv",
+    "q",
+    "heads",
+    "page",
+    "splits",
+    "tile",
+    "exec",
+    "branches",
+)  # what `predicted` looks at, by level
 
 
 def parse(text: str) -> Shard:
@@ -53,10 +63,11 @@ def parse(text: str) -> Shard:
 def predicted(cell: Cell) -> float:
     """What a cell costs in the interpreter, in inner iterations: programs (candidate rows x splits) x (1 + tiles of a
     split), times the runs of a launch. A program costs about as much as one iteration of its loop (DESIGN section 10).
+    Each branch has programs of its own, and a launch of its own.
     """
     if cell.phase == Phase.INDEX:
         return 0.0
-    rows = sum(cell.qo_lens) * cell.heads[1]
+    rows = sum(cell.qo_lens) * cell.heads[1] * cell.branches**2
     slots = max(cell.kv)
     tiles = -(-slots // max(16, cell.tile))
     return float(rows * (cell.splits + tiles) * RUNS[Execution(cell.exec)])

@@ -20,7 +20,7 @@ from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups
 from .logit_bounds import U32, accumulation, gamma, logit_error, reconstruction, weight_error, weight_rounding
 from .numerics import Accumulator, Numerics
 from .paging import PageTable
-from .spec import AttentionSpec, CandidateKind, CodecFormat, Epilogue, EpilogueKind
+from .spec import AttentionSpec, CandidateKind, CodecFormat, DType, Epilogue, EpilogueKind
 
 Array = NDArray[np.float64]
 
@@ -104,7 +104,7 @@ def expected(
             by_row(spec, total)[group.rows] = part
     half_width[~trusted], lse_bound[~trusted] = np.inf, np.inf
     gate = epilogues.gate_of(spec.epilogue, inputs.gate, gate)
-    out, half_width, low, high = _through_epilogue(spec.epilogue, out, half_width, gate, numerics)
+    out, half_width, low, high = through_epilogue(spec.epilogue, out, half_width, gate, numerics)
     low, high = round_to(low, numerics.out), round_to(high, numerics.out)
     return Expected(out, half_width, low, high, lse, lse_bound, edges, trusted)
 
@@ -120,7 +120,7 @@ def _provable(spec: AttentionSpec, exactness: Exactness) -> Exactness:
     return exactness
 
 
-def _through_epilogue(
+def through_epilogue(
     epilogue: Epilogue, out: Array, half_width: Array, gate: Array | None, numerics: Numerics
 ) -> tuple[Array, Array, Array, Array]:
     """out, half-width, and both ends of the interval after the epilogue, before the output rounding."""
@@ -236,6 +236,8 @@ def allowance(
         + a_part  # split partials
         + FLUSH * (2 + plain_sum / np.minimum(l, 1.0)[..., None])
     ) / (1 - rho)[..., None]
+    if numerics.branched and numerics.partial is not DType.FP32:
+        half_width = half_width + part.u * (abs_out + half_width) + part.a  # stored before it is gated
     own = rows.own_error
     own_out = U64 * abs_out if exactness.equal_logits and exactness.exact_sums else own.out
     return (

@@ -25,7 +25,7 @@ from .groups import Group
 from .logit_bounds import U32, gamma, logit_error, reconstruction, weight_error, weight_rounding
 from .numerics import Accumulator, Numerics
 from .paging import PageTable
-from .spec import AttentionSpec
+from .spec import AttentionSpec, DType
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -281,6 +281,8 @@ def _bounded(
         + (p.a / l) * cast_size
         + FLUSH * (2 + cast_size / min(l, 1.0))
     ) / (1 - rho)
+    if numerics.branched and numerics.partial is not DType.FP32:  # stored before it is gated
+        systematic = systematic + part.u * (abs_out + systematic + independent / (1 - rho)) + part.a
     own = row.rows.own_error
     log_systematic = float(weights @ errors.shared) + cast
     log_independent = lam * tied + min(sums, lam * math.sqrt(terms) * U32)

@@ -41,6 +41,7 @@ class Numerics:
         exponential with exp(0) != 1, and for a backend that divides P by l before the cast.
     delta_from_p: backward takes D as sum P dP, not as sum d_out out. scaled_d_s: it multiplies dS by sm_scale before
         the cast, not the products behind it.
+    branched: out is that of one of several branches, which is stored as a partial output before it is gated and added.
     lag: octaves by which the running maximum may stay behind the largest logit so far; seen in traces only.
     dense: tiles walk the whole KV range, not only the slots that the candidate entries name.
 
@@ -79,6 +80,7 @@ class Numerics:
     epilogue: DType = DType.FP32
     u_function: float = 2.0**-20
     gradient: DType | None = None
+    branched: bool = False
 
     @property
     def p_backward(self) -> DType:

@@ -332,6 +332,9 @@ class AttentionSpec:
     where the list ends with the query's own token, else k. `k_codec`, `v_codec`: how K and V are stored where not in
     `dtype`; the function is attention over the reconstructed KV (`quantised`).
 
+    `num_branches`: softmaxes of each row, gated and added; each has a candidate list of its own in every row, and a
+    lse: row r of branch b has list b * num_rows + r. The reference takes each branch as a call of its own, of 1.
+
     Raises ValueError, naming the field, for a spec that has no meaning.
     """
 
@@ -361,9 +364,11 @@ class AttentionSpec:
     k_codec: Codec | None = None
     v_codec: Codec | None = None
     lists: ListsPer = ListsPer.KV_HEAD
+    num_branches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "block_size"):
+        sizes = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "block_size")
+        for name in (*sizes, "num_branches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_qo_heads % self.num_kv_heads:
@@ -392,8 +397,8 @@ class AttentionSpec:
             raise ValueError(f"query_positions must name {self.num_tokens} tokens, got {len(self.query_positions)}")
         if self.query_ordinals and self.candidate_kind is not CandidateKind.SEQUENCE:
             raise ValueError(f"query_ordinals belong to a sequence, but candidate_kind is {self.candidate_kind}")
-        if self.query_ordinals and len(self.query_ordinals) != self.num_rows:
-            raise ValueError(f"query_ordinals must name {self.num_rows} rows, got {len(self.query_ordinals)}")
+        if self.query_ordinals and len(self.query_ordinals) != self.num_lists:
+            raise ValueError(f"query_ordinals must name {self.num_lists} rows, got {len(self.query_ordinals)}")
 
     def _check_terms(self) -> None:
         if self.rope and self.rope.rotary_dim > self.head_dim_qk:
@@ -451,6 +456,11 @@ class AttentionSpec:
     def num_rows(self) -> int:
         """Candidate rows: one per token and head that has a list."""
         return self.num_tokens * self.list_heads
+
+    @property
+    def num_lists(self) -> int:
+        """Candidate lists: one per candidate row and branch."""
+        return self.num_branches * self.num_rows
 
     @cached_property
     def token_request(self) -> tuple[int, ...]:

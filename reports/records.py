@@ -57,7 +57,7 @@ class Gate(StrEnum):
     SHARP = "sharp"  # out and lse, held to what independent errors add up to
     CANDIDATE = "candidate"  # the part of one candidate in the error of a row
     COMMON = "common"  # what all rows have in common: a gain, a bias
-    MERGE = "merge"
+    MERGE = "merge"  # of splits, and of gated branches
     GRADIENTS = "gradients"  # d_q, d_k, d_v and d_sink, from a right out and lse
     DETERMINISM = "determinism"  # a promise of equal bits
     REUSE = "reuse"  # right by itself, wrong behind another run in the same memory

@@ -55,7 +55,7 @@ def test_every_axis_shows_in_the_id() -> None:
         "empty": "force_self", "kcodec": "int8", "vcodec": "int8", "scales": "page", "steps": "power_of_two",
         "zeros": "on", "epilogue": "cast", "exec": "reuse", "qtile": 4, "schedule": "persistent", "route": "gather",
         "format": "tiers", "qblock": 4, "fallback": "dense", "reduction": "hybrid",
-        "lists": "query_head",
+        "lists": "query_head", "branches": 3,
     }  # fmt: skip
     assert list(changes) == [axis.name for axis in AXES]
     decode = Cell(str(changes.pop("phase")), "fp16", (40,))

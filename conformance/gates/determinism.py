@@ -109,7 +109,8 @@ class Bits:
     def _busiest(self) -> Variant:
         problem = self.copy.problem
         entries = np.diff(problem.raw.indptr).reshape(problem.spec.num_tokens, -1).sum(axis=-1)
-        return chosen(problem, self.copy.inputs, [problem.spec.token_request[int(entries.argmax())]])
+        busiest = problem.spec.token_request[int(entries.argmax())] // problem.branches
+        return chosen(problem, self.copy.inputs, [busiest])
 
 
 def _other(hints: Hints) -> Hints:

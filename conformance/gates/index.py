@@ -9,6 +9,7 @@ from sacts.reference.spec import CandidateKind
 from sacts.reports.records import Finding, Gate
 
 from ..adapter import Normalized
+from ..branches import rows_of_lists
 from ..build import Problem
 from ..contract import ContractBroken
 
@@ -26,8 +27,9 @@ def judge_index(problem: Problem, made: Normalized) -> Finding | None:
     slots = None if made.slots is None else _ints(made.slots)
     if slots is not None and slots.shape != indices.shape:
         raise ContractBroken(f"normalize: slots has {len(slots)} entries, kv_indices {len(indices)}")
+    order = np.argsort(rows_of_lists(spec, problem.branches))  # of the row's list among those of all branches
     for row in range(spec.num_rows):
-        part = slice(int(indptr[row]), int(indptr[row + 1]))
+        part = slice(int(indptr[order[row]]), int(indptr[order[row] + 1]))
         words = _entries(problem, row, indices[part])
         if not words and slots is not None:
             words = _slots(problem, row, indices[part], slots[part])

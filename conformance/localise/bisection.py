@@ -57,17 +57,17 @@ def partners(meter: Meter, family: Family, token: int, qo_head: int) -> tuple[in
     """None where the row is wrong in a batch of its request alone; else the requests beside which it is wrong, as few
     as halving finds (all others where no half is enough). Raises what a launch raises.
     """
-    spec = family.problem.spec
-    request = spec.token_request[token]
-    query = token - spec.qo_indptr[request]
+    spec, branches = family.problem.spec, family.problem.branches
+    request, branch = divmod(spec.token_request[token], branches)
+    query = token - spec.qo_indptr[spec.token_request[token]]
 
     def wrong(beside: list[int]) -> bool:
         batch = sorted([request, *beside])
         smaller = some_requests(family, batch)
-        start = smaller.problem.spec.qo_indptr[batch.index(request)]
+        start = smaller.problem.spec.qo_indptr[batch.index(request) * branches + branch]
         return fails(meter, smaller, start + query, qo_head)
 
-    beside = [n for n in range(spec.num_requests) if n != request]
+    beside = [n for n in range(family.problem.num_calls) if n != request]
     if not beside or wrong([]):
         return None
     while len(beside) > 1:

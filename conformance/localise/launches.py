@@ -82,7 +82,7 @@ def reference(launcher: Launcher, family: Family) -> Expected:
 
 def reference_numerics(launcher: Launcher, family: Family) -> Numerics:
     """The backend's numerics contract for a launch of this family."""
-    return launcher.backend.numerics(family.problem.spec.dtype, family.hints)
+    return launcher.backend.numerics(family.problem.spec.dtype, family.hints, family.problem.branches)
 
 
 def compare(family: Family, right: Expected, observed: Observed) -> Seen:

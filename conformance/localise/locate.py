@@ -241,12 +241,12 @@ class _Search:
 
     def _of_batch(self) -> Iterator[Clue]:
         """Whether the request is wrong by itself."""
-        if self.family.problem.spec.num_requests < 2:
+        if self.family.problem.num_calls < 2:
             return
         beside = partners(self.meter, self.family, *self.row)
         if beside is not None:
             names = " and ".join(map(str, beside))
-            request = self.family.problem.spec.token_request[self.row[0]]
+            request = self.family.problem.spec.token_request[self.row[0]] // self.family.problem.branches
             words = f"request {request} is right in a batch of its own, wrong beside request {names}"
             yield Clue(Kind.BATCH, words, self._gate(), requests=beside)
 

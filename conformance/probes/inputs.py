@@ -17,6 +17,7 @@ from sacts.reference.formats import round_to
 from sacts.reference.forward import Inputs, edges
 from sacts.reports.records import PROVES
 
+from ..branches import tokens_of
 from ..build import Problem
 from ..contract import STALE_VALUE
 from ..draw import Array, Draw
@@ -58,6 +59,8 @@ def _random(problem: Problem) -> Inputs:
     draw = problem.draw("random")
     q, k, v = (draw.normal(shape) for shape in _shapes(problem))
     q, k, v = _VALUES[problem.cell.values](problem, q, k, v)
+    for branch in range(1, problem.branches):  # branches that are added have one query
+        q[tokens_of(problem.spec, problem.branches, branch)] = q[tokens_of(problem.spec, problem.branches, 0)]
     stale = _uncommitted(problem)
     k[stale] = HOT_KEY * draw.signs(k[stale].shape)
     v[stale] = STALE_VALUE
@@ -120,7 +123,7 @@ def dithered(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]
 
 def _dither(problem: Problem, draw: Draw, channels: int) -> Array:
     """[L, page_size, num_kv_heads, channels]: placed for the last row of each request and KV head. Where several rows
-    of it read one KV head, each has its share of the channels, in turn.
+    of it read one KV head, or several branches do, each has its share of the channels, in turn.
     """
     spec = problem.spec
     v = np.full((*problem.slot_request.shape, spec.num_kv_heads, channels), dither.UNATTENDED)
@@ -132,7 +135,8 @@ def _dither(problem: Problem, draw: Draw, channels: int) -> Array:
             row = (spec.qo_indptr[request + 1] - 1) * spec.list_heads + head
             page, offset = np.divmod(t[rows == row], spec.page_size)
             live = np.searchsorted(problem.pages, problem.table.table[request, page])
-            own = np.arange(head % spec.lists_per_kv_head, channels, spec.lists_per_kv_head)
+            turn = head % spec.lists_per_kv_head + spec.lists_per_kv_head * (request % problem.branches)
+            own = np.arange(turn, channels, spec.lists_per_kv_head * problem.branches)
             at = live[:, None], offset[:, None], head // spec.lists_per_kv_head, own
             v[at] = dither.values(len(page), longest, len(own), spec.dtype, draw)
     return v

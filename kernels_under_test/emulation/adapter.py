@@ -7,14 +7,25 @@ from typing import Any
 
 import torch
 
-from sacts.conformance.adapter import NATIVE, Capabilities, Case, Consumes, Gradients, Outputs, Saved, Support, Trace
+from sacts.conformance.adapter import (
+    NATIVE,
+    Capabilities,
+    Case,
+    Consumes,
+    Gradients,
+    Outputs,
+    Refused,
+    Saved,
+    Support,
+    Trace,
+)
 from sacts.reference.spec import AttentionSpec, DType
 
 from . import backward as model
 from .arithmetic import Arithmetic
 from .dequantise import coded_caches
-from .forward import forward
-from .rows import by_row, by_token, rows_of
+from .forward import added, attention, finished, forward
+from .rows import branches_of, by_row, by_token, rows_of
 from .terms import Rows
 from .trace import trace
 
@@ -37,11 +48,18 @@ class Adapter:
         return NATIVE
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
-        """Forward of all rows at once."""
-        gate = None if case.gate is None else by_row(case.spec, case.gate)
-        out, lse = forward(case.spec, self._rows(case), self._arithmetic(case), gate)
-        case.out.copy_(by_token(case.spec, out))
-        case.lse.copy_(by_token(case.spec, lse))
+        """Forward of all rows at once, branch after branch."""
+        spec, arithmetic = case.spec, self._arithmetic(case)
+        if case.gates is not None:
+            parts = [attention(each.spec, self._rows(each), arithmetic) for each in branches_of(case)]
+            outs, lses = ([by_token(spec, x) for x in of] for of in zip(*parts, strict=True))
+            out, lse = finished(spec, added(outs, case.gates, arithmetic), arithmetic), torch.stack(lses, dim=-1)
+        else:
+            gate = None if case.gate is None else by_row(spec, case.gate)
+            found = forward(spec, self._rows(case), arithmetic, gate)
+            out, lse = (by_token(spec, x) for x in found)
+        case.out.copy_(out)
+        case.lse.copy_(lse)
         return Outputs(case.out, case.lse, path=str(NATIVE))
 
     def trace(self, case: Case, plan: Any = None) -> Trace:
@@ -58,7 +76,9 @@ class Adapter:
     def backward(
         self, case: Case, saved: Saved, d_out: torch.Tensor, d_lse: torch.Tensor | None = None, plan: Any = None
     ) -> Gradients:
-        """Gradients of all rows at once, added up slot by slot in FP32, then rounded."""
+        """Gradients of all rows at once, added up slot by slot in FP32, then rounded. Raises Refused for branches."""
+        if case.spec.num_branches > 1:
+            raise Refused("not yet: gradients of gated branches")
         spec, rows, arithmetic = case.spec, self._rows(case), self.arithmetic[case.spec.dtype]
         given = (saved.out, saved.lse, d_out, torch.zeros_like(saved.lse) if d_lse is None else d_lse)
         out, lse, d_o, d_l = (by_row(spec, x) for x in given)

@@ -25,6 +25,25 @@ def forward(
     spec: AttentionSpec, rows: Rows, arithmetic: Arithmetic, gate: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out [R, g, d_vo] rounded to the output format and lse [R, g], both kept as FP32."""
+    out, lse = attention(spec, rows, arithmetic)
+    return finished(spec, out, arithmetic, gate), lse
+
+
+def finished(spec: AttentionSpec, out: Tensor, arithmetic: Arithmetic, gate: Tensor | None = None) -> Tensor:
+    """What is written of a merged out, kept as FP32."""
+    return cast(epilogue(spec, out, gate), arithmetic.out)
+
+
+def added(parts: list[Tensor], gates: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Branches [..., heads, d_vo], each stored as a partial output, times their gates [..., heads, branches]."""
+    out = torch.zeros_like(parts[0])
+    for branch, part in enumerate(parts):
+        out = out + gates[..., branch, None] * cast(part, arithmetic.partial)
+    return out
+
+
+def attention(spec: AttentionSpec, rows: Rows, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """out [R, g, d_vo] before the epilogue and lse [R, g], FP32."""
     z = logits(spec, rows, arithmetic).z * LOG2E
     kept = keep_factor(spec, rows)
     states = [
@@ -38,7 +57,7 @@ def forward(
     l = torch.where(some, state.l, 1.0)
     out = torch.where(some[..., None], state.o / l[..., None], 0.0)
     lse = torch.where(some, (state.m + torch.log2(l)) / LOG2E, -torch.inf)
-    return cast(epilogue(spec, out, gate), arithmetic.out), lse
+    return out, lse
 
 
 def parts_of(slots: int, arithmetic: Arithmetic) -> list[slice]:

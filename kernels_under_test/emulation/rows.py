@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -96,6 +97,20 @@ def _visible(spec: AttentionSpec, position: int, token: int) -> bool:
 def by_row(spec: AttentionSpec, x: Tensor) -> Tensor:
     """[num_tokens, num_qo_heads, ...] as FP32 [R, g, ...] of rows."""
     return x.float().reshape(spec.num_rows, spec.heads_per_list, *x.shape[2:])
+
+
+def branches_of(case: Case) -> list[Case]:
+    """Each branch of a case as a case of its own: its lists, which stand one branch after another."""
+    spec = replace(case.spec, num_branches=1, query_ordinals=())
+    starts = [branch * spec.num_rows for branch in range(case.spec.num_branches)]
+    return [
+        replace(
+            case,
+            spec=replace(spec, query_ordinals=case.spec.query_ordinals[start : start + spec.num_rows]),
+            kv_indptr=case.kv_indptr[start : start + spec.num_rows + 1],
+        )
+        for start in starts
+    ]
 
 
 def by_token(spec: AttentionSpec, x: Tensor) -> Tensor:

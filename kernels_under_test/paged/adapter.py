@@ -96,6 +96,7 @@ class Adapter:
             (turns_bytes(spec) > LARGEST_TURNS, f"rope at positions whose table exceeds {LARGEST_TURNS} bytes"),
             (spec.heads_per_list < spec.group_size, "not yet: candidate lists per query head"),
             (spec.epilogue.kind is EpilogueKind.GATE, "not yet: epilogue gate"),
+            (spec.num_branches > 1, "not yet: gated branches"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
             (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
             (unread := _unread(spec.v_codec), f"not yet: v_codec {unread}"),
