@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 
+from sacts.conformance.tensors import SPANNED
 from sacts.matrices import tiers
 from sacts.matrices.axes import AXES
 from sacts.matrices.cell import Cell, CellError, parse
@@ -177,6 +178,14 @@ def test_the_release_tier_holds_nightly_and_the_64k_case_with_and_without_splits
     assert nightly | long < release
     whole = [cell for cell in release if cell.pattern == "case64k" and max(cell.kv) == 65536]
     assert {cell.splits for cell in whole} == {1, 4}
+
+
+def test_the_release_tier_has_long_rows_and_caches_that_press_on_memory() -> None:
+    release = tiers.load(tiers.path_of("release"))
+    rows = {cell.schedule for cell in release if max(cell.kv) >= 16384 and cell.pattern in ("all", "scattered")}
+    assert {"static", "shuffled", "persistent"} <= rows
+    spans = [2 * SPANNED * (4 if cell.dtype == "fp32" else 2) for cell in release if cell.cache == "span"]
+    assert max(spans) >= 32 * 2**30, "bytes of K and V"
 
 
 @pytest.mark.parametrize("name", ["smok", "smoek", "Smoke"])
