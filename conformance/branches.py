@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from sacts.reference.candidates import CandidateLists
 from sacts.reference.paging import PageTable
 from sacts.reference.spec import AttentionSpec
+from sacts.reports.records import Finding
 
 from .draw import Draw, Ints
 
@@ -116,3 +118,11 @@ def renamed(words: str, branches: int) -> str:
         return f"request {request}, branch {branch}{found[2]}" if found[2] else f"request {request}"
 
     return re.sub(r"\brequest (\d+)(, (?:last )?query\b)?", named, words)
+
+
+def told(finding: Finding | None, branches: int) -> Finding | None:
+    """A finding in the cell's own names."""
+    if finding is None or branches == 1:
+        return finding
+    place, words = (renamed(text, branches) for text in (finding.place, finding.sentence))
+    return structs.replace(finding, place=place, sentence=words)

@@ -22,6 +22,7 @@ from sacts.reports.records import Finding, Record, Verdict
 
 from . import conventions, determinism, gradient_determinism
 from .adapter import Backend, Determinism, Refused
+from .branches import told
 from .contract import AdapterRaised, ContractBroken
 from .determinism import Measurement
 from .gradients import judge_gradients
@@ -250,10 +251,10 @@ class Child:
         try:
             found = locate(launcher, problem, budget=order.budget)
             if found:
-                return Located(found.finding, found.launches)
+                return Located(told(found.finding, problem.branches), found.launches)
             verdict = judge_gradients(launcher, problem, budget=order.budget)
         except ContractBroken as broken:
-            return Located(broken.finding)
+            return Located(told(broken.finding, problem.branches))
         return Located(verdict.finding, verdict.launches, gradients=verdict.said)
 
     def _judge(self, order: Order) -> Record:

@@ -42,12 +42,13 @@ class _Run:
 
 
 def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> list[Measurement]:
-    """Every level but that of other processes, on the random values of a cell; nothing for a backend without backward.
+    """Every level but that of other processes, on the random values of a cell; nothing for a backend without backward,
+    nor of branches.
 
     Run to run, the range of an element is held to `Allowed.run_to_run`; at the other levels, where a backend may also
     tile otherwise, to the width of its interval.
     """
-    if not launcher.backend.has_backward:
+    if not launcher.backend.has_backward or cell.branches > 1:
         return []
     copy, first = _first(launcher, cell, replicate)
     problem, numerics = copy.problem, launcher.backend.numerics(copy.problem.spec.dtype, Hints(num_splits=max(SPLITS)))
@@ -65,7 +66,7 @@ def measure(launcher: Launcher, cell: Cell, replicate: int, repeats: int) -> lis
 
 def digests(launcher: Launcher, cell: Cell, replicate: int) -> dict[str, str]:
     """A hash of the bits of each gradient, to be compared with that of another process."""
-    if not launcher.backend.has_backward:
+    if not launcher.backend.has_backward or cell.branches > 1:
         return {}
     _, first = _first(launcher, cell, replicate)
     return {name: blake2b(getattr(first, name).tobytes(), digest_size=16).hexdigest() for name in OUTPUTS}

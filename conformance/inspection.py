@@ -27,11 +27,9 @@ def normalized(launcher: Launcher, problem: Problem, inputs: Inputs) -> Finding 
 
 
 def traced(launcher: Launcher, problem: Problem, inputs: Inputs, hints: Hints) -> Finding | None:
-    """The first layer and tile that is wrong, of a backend that has `trace`; of gated branches there is no trace yet.
-    Raises AdapterRaised, ContractBroken.
+    """The first layer and tile that is wrong, of a backend that has `trace`. The problem has no branches. Raises
+    AdapterRaised, ContractBroken.
     """
-    if problem.branches > 1:
-        return None
     case = launcher.case(problem, inputs, hints)
     trace = _said("trace", launcher.backend.trace, case, Trace)
     numerics = launcher.backend.numerics(problem.spec.dtype, hints)

@@ -17,7 +17,7 @@ from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sa
 from . import conventions, inspection, sample
 from .adapter import Refused, Support
 from .batch import join
-from .branches import renamed
+from .branches import renamed, told
 from .build import Problem
 from .contract import AdapterRaised, ContractBroken
 from .determinism import outputs
@@ -73,11 +73,7 @@ class _Sheet:
         return probe in self.probes and self.probes[probe].said == NOT_APPLICABLE
 
     def close(self, verdict: Verdict, sentence: str = "", finding: Finding | None = None) -> Record:
-        if self.branches > 1:
-            sentence = renamed(sentence, self.branches)
-        if self.branches > 1 and finding is not None:
-            place, words = (renamed(text, self.branches) for text in (finding.place, finding.sentence))
-            finding = msgspec.structs.replace(finding, place=place, sentence=words)
+        sentence, finding = renamed(sentence, self.branches), told(finding, self.branches)
         gates = {gate: self.gates.get(gate, NOT_REACHED) for gate in Gate}
         return _with(
             self.record,
@@ -306,7 +302,7 @@ def _gated(launcher: Launcher, copy: Copy, sheet: _Sheet) -> Finding | None:
     """Gate merge, of branches."""
     if copy.problem.branches == 1:
         return None
-    judged = judge_gated(launcher, copy)
+    judged = judge_gated(launcher, copy.problem, copy.inputs, copy.rows)
     sheet.use[Gate.MERGE] = max(sheet.use.get(Gate.MERGE, 0.0), judged.use)
     return judged.finding
 

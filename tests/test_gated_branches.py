@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from sacts.conformance import branches
+from sacts.conformance import branches, sample
 from sacts.conformance.adapter import (
     Backend,
     Capabilities,
@@ -33,6 +33,7 @@ from sacts.conformance.gates.determinism import Bits
 from sacts.conformance.gates.layout import poison
 from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
+from sacts.conformance.localise.locate import locate
 from sacts.conformance.probes.copies import copies
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.conformance.relations import chosen
@@ -314,6 +315,30 @@ def test_gates_in_bf16_are_a_fault_only_where_the_bound_is_narrower_than_their_r
     """P in bf16 may err by as much in every branch."""
     faulty = seed(FAULTS["gates_in_bf16"])({dtype: Arithmetic(p=p, out=dtype) for dtype in DType})
     assert judged(faulty, CELL).verdict == verdict
+
+
+def test_where_rows_are_too_many_the_sum_is_judged_in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "EXACT_EDGES", 300)
+    cell = "prefill/fp32/kv:50+30/q:6+4/causal:bottom_right/branches:2"
+    record = judged(Adapter(), cell)
+    assert record.verdict is Verdict.PASS, record.sentence
+    assert len(record.samples["exact"].rows) < 20
+    assert record.use[Gate.MERGE] > 0
+    record = judged(seed(FAULTS["gates_of_the_head_before"])(), cell)
+    assert record.finding is not None and record.finding.gate is Gate.MERGE
+
+
+def test_locate_names_request_and_branch_and_the_sum() -> None:
+    problem = build(parse("decode/bf16/kv:60+40/branches:3"))
+    for name, gate, words in (
+        ("lists_of_the_first_branch", Gate.OUT, "row (request 0, branch 1, query 0, KV head 0)"),
+        ("gates_of_the_head_before", Gate.MERGE, "row (request 0, all branches, query 0, KV head 0)"),
+    ):
+        found = locate(Launcher(Backend(seed(FAULTS[name])()), "cpu"), problem)
+        assert found is not None
+        told = branches.told(found.finding, 3)
+        assert told is not None and told.gate is gate and words in told.sentence
+    assert locate(Launcher(Backend(Adapter()), "cpu"), problem) is None
 
 
 def test_an_adapter_that_does_not_look_at_the_field_fails() -> None:

@@ -58,7 +58,7 @@ def _sizes(cell: Cell) -> dict[str, Any]:
     spec = problem.spec
     rows, _, _ = edges(spec, problem.candidates)
     return {
-        "query tokens": spec.num_tokens,
+        "query tokens": spec.num_tokens // problem.branches,
         "candidate rows": spec.num_rows,
         "raw entries": len(problem.raw.indices),
         "validated entries": len(problem.candidates.indices),
@@ -82,7 +82,7 @@ def _probes(cell: Cell) -> list[str]:
     problem = build(cell)
     made = copies(problem, Numerics.default(problem.spec.dtype))
     carried = {probe for copy in made for probe in copy.judged if len(copy.margin[probe])} | {"random", "count"}
-    carried |= gradients.carried(problem)
+    carried |= gradients.carried(problem) if problem.branches == 1 else set()
     probes = [f"{name}: {proves}" for name, proves in PROVES.items() if name in carried]
     probes += [f"{name}: not applicable here" for name in PROVES if name not in carried]
     kinds = ", ".join(KINDS[:-1])
@@ -90,6 +90,11 @@ def _probes(cell: Cell) -> list[str]:
         f"layout: no output bit differs between the launches: each slot that no row attends holds {kinds} in one, "
         f"{KINDS[-1]} in the other"
     )
+    if problem.branches > 1:
+        probes.append(
+            f"branches: all probes in {problem.branches} launches, each with the gates of one branch 1 and all others 0"
+        )
+        probes.append("merge: one launch more, with drawn gates: out is their sum of what the branches yield")
     if cell.splits > 1:
         probes.append("merge: only after a failure, again with one split: what passes then is the merge's fault")
     return probes

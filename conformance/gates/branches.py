@@ -15,6 +15,8 @@ from sacts.reference import epilogues
 from sacts.reference.bounds import Expected, expected
 from sacts.reference.branch_bounds import gated
 from sacts.reference.formats import round_to
+from sacts.reference.forward import Inputs
+from sacts.reference.numerics import Numerics
 from sacts.reference.spec import DType, Epilogue, EpilogueKind
 from sacts.reports.records import Finding, Gate
 
@@ -23,7 +25,6 @@ from ..branches import drawn_gates, rows_of_lists, tokens_of
 from ..build import Problem
 from ..contract import place_of
 from ..launch import Launcher, Observed
-from ..probes.copies import Copy
 from .intervals import largest, lse_use, out_use
 from .layout import poison, poisoned, surroundings
 from .terms import ALIKE
@@ -51,14 +52,16 @@ class _Call(NamedTuple):
     seen: Observed
 
 
-def judge_gated(launcher: Launcher, copy: Copy) -> Judged:
+def judge_gated(launcher: Launcher, problem: Problem, inputs: Inputs, exact: Ints | None = None) -> Judged:
     """Requirement: out = epilogue(sum_b gate_b out_b), each element in the interval that the errors of all branches
     allow, and the lse of each branch is its own whatever the gates. Poison stands wherever no branch attends.
+
+    q must be one in all branches. `exact`: candidate rows of which some branch is evaluated, with all branches; None:
+    all rows.
     """
-    problem, inputs = copy.problem, copy.inputs
     spec = problem.spec
     numerics = launcher.backend.numerics(spec.dtype, problem.hints, problem.branches)
-    parts = _parts(launcher, copy)
+    parts = _parts(problem, inputs, numerics, exact)
     gates = drawn_gates((*parts[0].lse.shape, problem.branches), problem.draw("gates"))
     right = gated(parts, gates, numerics, spec.epilogue)
     values = poisoned(inputs, poison(problem, 0), spec.dtype)
@@ -72,16 +75,15 @@ def judge_gated(launcher: Launcher, copy: Copy) -> Judged:
     return Judged(max(largest(use), largest(log_use)), finding)
 
 
-def _parts(launcher: Launcher, copy: Copy) -> list[Expected]:
+def _parts(problem: Problem, inputs: Inputs, numerics: Numerics, exact: Ints | None) -> list[Expected]:
     """What each branch must yield, before the epilogue; without a bound in rows beyond the sample."""
-    problem, spec, some, rows = copy.problem, copy.problem.spec, copy.problem, None
-    if copy.rows is not None:
+    spec, some, rows = problem.spec, problem, None
+    if exact is not None:
         lists = rows_of_lists(spec, problem.branches).reshape(problem.branches, -1)
-        rows = np.sort(lists[:, np.isin(lists, copy.rows).any(axis=0)].ravel())
+        rows = np.sort(lists[:, np.isin(lists, exact).any(axis=0)].ravel())
         some = sample.only(problem, rows)
-    numerics = launcher.backend.numerics(spec.dtype, problem.hints, problem.branches)
     plain = replace(spec, epilogue=Epilogue())
-    whole = expected(plain, copy.inputs, problem.table, some.candidates, numerics)
+    whole = expected(plain, inputs, problem.table, some.candidates, numerics)
     if rows is not None:
         judged = np.isin(np.arange(spec.num_rows), rows).reshape(spec.num_tokens, spec.list_heads)
         whole.trusted[~judged.repeat(spec.heads_per_list, axis=1)] = False
@@ -146,12 +148,11 @@ def _mistakes(call: _Call) -> Iterator[tuple[str, Array]]:
     gates, epilogue = call.gates, call.problem.spec.epilogue
     outs = np.stack([part.out for part in call.parts], axis=-1)
     mass = np.exp(np.stack([part.lse for part in call.parts], axis=-1) - _top(call.parts)[..., None])
-    total = np.where(mass.sum(-1) > 0, mass.sum(-1), 1.0)
     for words, weights in (
         *_other_gates(call),
-        ("the gates weighed the numerators of one softmax", gates * mass / total[..., None]),
-        ("the gates were factors of the mass in one softmax", gates * mass / (gates * mass).sum(-1, keepdims=True)),
-        ("all branches were one softmax, without gates", mass / total[..., None]),
+        ("the gates weighed the numerators of one softmax", gates * _shares(mass)),
+        ("the gates were factors of the mass in one softmax", _shares(gates * mass)),
+        ("all branches were one softmax, without gates", _shares(mass)),
     ):
         yield words, _finished(epilogue, (weights[..., None, :] * outs).sum(-1))
     if epilogue.kind is not EpilogueKind.NONE:
@@ -180,9 +181,16 @@ def _other_gates(call: _Call) -> Iterator[tuple[str, Array]]:
     yield "the gates lay branch by branch", np.moveaxis(flat.reshape(np.roll(gates.shape, 1)), 0, 2)
     yield "there were no gates", np.ones_like(gates)
     yield "the gates had no sign", np.abs(gates)
-    yield "the gates were divided by their sum", gates / gates.sum(-1, keepdims=True)
+    yield "the gates were divided by their sum", _shares(gates)
     for dtype in (DType.BF16, DType.FP16):
         yield f"the gates were rounded to {dtype}", round_to(gates, dtype)
+
+
+def _shares(x: Array) -> Array:
+    """Parts of their sum over the branches, 0 where that is 0."""
+    total = x.sum(-1, keepdims=True)
+    shares: Array = x / np.where(total == 0, 1.0, total)
+    return shares
 
 
 def _top(parts: list[Expected]) -> Array:

@@ -16,6 +16,7 @@ from ..adapter import Refused
 from ..build import Problem
 from ..contract import CLEAN, WHOLE, AdapterRaised, ContractBroken, Surroundings, place_of
 from ..gates import generic
+from ..gates.branches import judge_gated
 from ..gates.intervals import judge_lse
 from ..gates.layout import LAUNCHES, judge_layout
 from ..inspection import normalized, traced
@@ -45,7 +46,7 @@ class Location:
 def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Location | None:
     """Look at the lists that the backend makes, where it shows them; launch the count and the random family; where one
     leaves its bounds, say where. Where both are right, poison what must not matter (gate layout), and say which slot
-    does; then the sharper gates of drawn inputs. None where nothing is wrong.
+    does; then the sharper gates of drawn inputs, and the gated sum of branches. None where nothing is wrong.
 
     Raises AdapterRaised, ContractBroken or Refused where the first two launches do.
     """
@@ -57,9 +58,12 @@ def locate(launcher: Launcher, problem: Problem, *, budget: int = BUDGET) -> Loc
     count, random = (_family(problem, probe) for probe in (COUNT, RANDOM))
     seen = first(count), first(random)
     if not (seen[0].bad.any() or seen[1].bad.any()):
-        return _layout(launcher, random, seen[1], budget) or _drawn(launcher, random, seen[1])
+        return (
+            _layout(launcher, random, seen[1], budget) or _drawn(launcher, random, seen[1]) or _gated(launcher, random)
+        )
     found = _Search(Meter(launcher, budget), count, random, *seen).run()
-    return _by_trace(launcher, random, found) if launcher.backend.traces else found
+    traces = launcher.backend.traces and problem.branches == 1  # of several there is no trace yet
+    return _by_trace(launcher, random, found) if traces else found
 
 
 def _by_trace(launcher: Launcher, family: Family, found: Location) -> Location:
@@ -121,6 +125,14 @@ def _drawn(launcher: Launcher, family: Family, seen: Seen) -> Location | None:
     bounds = generic.bounds(family.problem, family.inputs, reference_numerics(launcher, family))
     finding = bounds.first(seen.observed) if bounds else None
     return Location(finding, None, (Clue(Kind.WEIGHT, finding.sentence, finding.gate),), 0) if finding else None
+
+
+def _gated(launcher: Launcher, family: Family) -> Location | None:
+    """What the gated sum of branches says, where each is right by itself."""
+    if family.problem.branches == 1:
+        return None
+    finding = judge_gated(launcher, family.problem, family.inputs).finding
+    return Location(finding, None, (Clue(Kind.WEIGHT, finding.sentence, finding.gate),), 1) if finding else None
 
 
 def _family(problem: Problem, probe: Probe) -> Family:
