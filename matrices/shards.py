@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sacts.reference.spec import ListsPer
+
 from .axes import Execution, Phase
 from .cell import Cell
 
@@ -48,6 +50,7 @@ COST_AXES = (
     "tile",
     "exec",
     "branches",
+    "lists",
 )  # what `predicted` looks at, by level
 
 
@@ -67,7 +70,8 @@ def predicted(cell: Cell) -> float:
     """
     if cell.phase == Phase.INDEX:
         return 0.0
-    rows = sum(cell.qo_lens) * cell.heads[1] * cell.branches**2
+    lists = cell.heads[0] if cell.lists == ListsPer.QUERY_HEAD else cell.heads[1]
+    rows = sum(cell.qo_lens) * lists * cell.branches**2
     slots = max(cell.kv)
     tiles = -(-slots // max(16, cell.tile))
     return float(rows * (cell.splits + tiles) * RUNS[Execution(cell.exec)])
