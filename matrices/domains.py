@@ -66,8 +66,8 @@ class Model:
 
     @cached_property
     def costs(self) -> dict[tuple[str, ...], float]:
-        """Predicted iterations of each combination of levels of `shards.COST_AXES`."""
-        return {names: shards.predicted(cell) for names, cell in self.cells.items()}
+        """Iterations of a run of each combination of levels of `shards.COST_AXES`."""
+        return {names: shards.of_a_run(cell) for names, cell in self.cells.items()}
 
     @cached_property
     def prices(self) -> tuple[float, ...]:

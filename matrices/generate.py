@@ -32,7 +32,7 @@ WHOLE = 2520  # weight of a level that is alone; its shares are whole numbers fo
 
 class Recipe(NamedTuple):
     """How a tier is made: `strength`, axes of a combination, 2 or more; `starts`, rows tried for each that is kept;
-    `cap`, iterations of a launch that a cell may cost. What no cheaper cell has is covered under the first of 2, 4,
+    `cap`, iterations of a run that a cell may cost. What no cheaper cell has is covered under the first of 2, 4,
     8 ... caps that lets it be.
     """
 
@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
     cap: float
 
 
-# An iteration takes about 4 ms in the interpreter, where pr is run: 80 are a third of a second a launch. With twice as
+# An iteration takes about 4 ms in the interpreter, where pr is run: 80 are a third of a second a run. With twice as
 # much pr would have 5 cells fewer and cost a quarter more; nightly, for GPUs, has 34 fewer and costs a twentieth more.
 RECIPES = {"pr": Recipe(2, 64, 80.0), "nightly": Recipe(3, 16, 160.0)}
 

@@ -40,18 +40,7 @@ RUNS = {  # of a launch
     Execution.GRAPH: 3,
     Execution.DOUBLE_BUFFER: 6,
 }
-COST_AXES = (
-    "phase",
-    "kv",
-    "q",
-    "heads",
-    "page",
-    "splits",
-    "tile",
-    "exec",
-    "branches",
-    "lists",
-)  # what `predicted` looks at, by level
+COST_AXES = ("phase", "kv", "q", "heads", "page", "splits", "tile")  # what `of_a_run` looks at, by level
 
 
 def parse(text: str) -> Shard:
@@ -63,18 +52,22 @@ def parse(text: str) -> Shard:
     return shard
 
 
-def predicted(cell: Cell) -> float:
-    """What a cell costs in the interpreter, in inner iterations: programs (candidate rows x splits) x (1 + tiles of a
-    split), times the runs of a launch. A program costs about as much as one iteration of its loop (DESIGN section 10).
-    Each branch has programs of its own, and a launch of its own.
+def of_a_run(cell: Cell) -> float:
+    """Inner iterations of one run in the interpreter, of lists per KV head: programs (candidate rows x splits) x (1 +
+    tiles of a split). A program costs about as much as one iteration of its loop (DESIGN section 10).
     """
     if cell.phase == Phase.INDEX:
         return 0.0
-    lists = cell.heads[0] if cell.lists == ListsPer.QUERY_HEAD else cell.heads[1]
-    rows = sum(cell.qo_lens) * lists * cell.branches**2
-    slots = max(cell.kv)
-    tiles = -(-slots // max(16, cell.tile))
-    return float(rows * (cell.splits + tiles) * RUNS[Execution(cell.exec)])
+    tiles = -(-max(cell.kv) // max(16, cell.tile))
+    return float(sum(cell.qo_lens) * cell.heads[1] * (cell.splits + tiles))
+
+
+def predicted(cell: Cell) -> float:
+    """Inner iterations of a launch: those of a run, as often as a launch runs. Each branch has programs and a launch of
+    its own; lists per query head are as many rows more.
+    """
+    rows = cell.heads[0] // cell.heads[1] if cell.lists == ListsPer.QUERY_HEAD else 1
+    return of_a_run(cell) * rows * cell.branches**2 * RUNS[Execution(cell.exec)]
 
 
 def costs(cells: Sequence[Cell], seconds: Mapping[str, float]) -> list[float]:

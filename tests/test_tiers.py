@@ -80,7 +80,7 @@ def test_the_must_pass_cells_stand_first() -> None:
 def test_the_pr_tier_is_small() -> None:
     made = cells_of("pr")[len(must_pass()) :]
     assert len(made) <= 150
-    assert sum(map(shards.predicted, made)) < len(made) * CAP
+    assert sum(map(shards.of_a_run, made)) < len(made) * CAP
 
 
 def rows_of_costs() -> Iterable[tuple[dict[str, str], float]]:
@@ -88,13 +88,13 @@ def rows_of_costs() -> Iterable[tuple[dict[str, str], float]]:
     for names in product(*(LEVELS[axis] for axis in shards.COST_AXES)):
         row = dict(zip(shards.COST_AXES, names, strict=True))
         try:
-            yield row, shards.predicted(cell_of(plain | row))
+            yield row, shards.of_a_run(cell_of(plain | row))
         except CellError:
             continue
 
 
 def test_a_cell_of_the_pr_tier_is_dear_only_where_a_pair_of_its_levels_is() -> None:
-    dear = [cell for cell in cells_of("pr")[len(must_pass()) :] if shards.predicted(cell) > CAP]
+    dear = [cell for cell in cells_of("pr")[len(must_pass()) :] if shards.of_a_run(cell) > CAP]
     cheapest: dict[tuple[tuple[str, str], ...], float] = {}
     for row, cost in rows_of_costs():
         for pair in combinations(row.items(), 2):
@@ -116,7 +116,7 @@ def test_costs_depend_on_the_axes_that_say_so() -> None:
                     other = cell_of({name: names[-1] for name, names in levels_of(cell).items()} | {axis.name: level})
                 except CellError:
                     continue
-                assert shards.predicted(other) == shards.predicted(cell), axis.name
+                assert shards.of_a_run(other) == shards.of_a_run(cell), axis.name
 
 
 # --- the search, on models small enough to count everything
@@ -203,12 +203,12 @@ def test_a_level_that_only_dear_cells_have_is_covered_by_the_cheapest_of_them() 
     every = whole_space(levels)
 
     def cheapest(chosen: object) -> float:
-        return min(shards.predicted(cell) for cell in every if chosen in combinations_in([cell], levels, 2))
+        return min(shards.of_a_run(cell) for cell in every if chosen in combinations_in([cell], levels, 2))
 
     needed = max(cheapest(chosen) for chosen in combinations_in(every, levels, 2))
-    made = [shards.predicted(cell) for cell in generated(Recipe(2, 4, CAP), levels=levels)]
+    made = [shards.of_a_run(cell) for cell in generated(Recipe(2, 4, CAP), levels=levels)]
     assert CAP < needed <= max(made) < 2 * needed
-    assert max(map(shards.predicted, every)) > 4 * max(made)
+    assert max(map(shards.of_a_run, every)) > 4 * max(made)
 
 
 PROGRAM = """
