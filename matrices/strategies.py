@@ -43,6 +43,7 @@ BETWEEN = {
     "dropout": (0, 99),
     "qtile": (1, QUERIES),
     "qblock": (1, QUERIES),
+    "branches": (1, 4),
 }  # of numbers that are no levels: from, to
 FIRST = ("phase", "dtype", "pattern", "map", "cache", "exec", "heads", "splits", "tile", "page", "block", "dim", "vdim")
 BY_NAME = {axis.name: axis for axis in AXES}
@@ -154,8 +155,10 @@ def _high_ratio(row: Row) -> float:
 
 
 def _of_a_token(row: Row) -> float:
-    """Iterations of one query token, but for its tiles and splits: KV heads x runs of a launch."""
-    return float(row.get("heads", (1, 1))[1]) * RUNS[Execution(row.get("exec", "eager"))]
+    """Iterations of one query token, but for its tiles and splits: KV heads x runs of a launch x the square of the
+    branches.
+    """
+    return float(row.get("heads", (1, 1))[1] * RUNS[Execution(row.get("exec", "eager"))] * row.get("branches", 1) ** 2)
 
 
 def _tiles(row: Row, longest: int) -> int:
