@@ -43,7 +43,6 @@ BETWEEN = {
     "dropout": (0, 99),
     "qtile": (1, QUERIES),
     "qblock": (1, QUERIES),
-    "branches": (1, 4),
 }  # of numbers that are no levels: from, to
 FIRST = ("phase", "dtype", "pattern", "map", "cache", "exec", "heads", "splits", "tile", "page", "block", "dim", "vdim")
 BY_NAME = {axis.name: axis for axis in AXES}
