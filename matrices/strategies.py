@@ -154,8 +154,10 @@ def _high_ratio(row: Row) -> float:
 
 
 def _of_a_token(row: Row) -> float:
-    """Iterations of one query token, but for its tiles and splits: KV heads x runs of a launch."""
-    return float(row.get("heads", (1, 1))[1]) * RUNS[Execution(row.get("exec", "eager"))]
+    """Iterations of one query token, but for its tiles and splits: KV heads x runs of a launch x the square of the
+    branches.
+    """
+    return float(row.get("heads", (1, 1))[1] * RUNS[Execution(row.get("exec", "eager"))] * row.get("branches", 1) ** 2)
 
 
 def _tiles(row: Row, longest: int) -> int:

@@ -24,7 +24,7 @@ from sacts.reference.spec import AttentionSpec, DType
 from . import backward as model
 from .arithmetic import Arithmetic
 from .dequantise import coded_caches
-from .forward import added, attention, finished, forward
+from .forward import added, attended, forward, normalised
 from .rows import branches_of, by_row, by_token, rows_of
 from .terms import Rows
 from .trace import trace
@@ -51,9 +51,9 @@ class Adapter:
         """Forward of all rows at once, branch after branch."""
         spec, arithmetic = case.spec, self._arithmetic(case)
         if case.gates is not None:
-            parts = [attention(each.spec, self._rows(each), arithmetic) for each in branches_of(case)]
+            parts = [normalised(attended(each.spec, self._rows(each), arithmetic)) for each in branches_of(case)]
             outs, lses = ([by_token(spec, x) for x in of] for of in zip(*parts, strict=True))
-            out, lse = finished(spec, added(outs, case.gates, arithmetic), arithmetic), torch.stack(lses, dim=-1)
+            out, lse = added(spec, outs, case.gates, arithmetic), torch.stack(lses, dim=-1)
         else:
             gate = None if case.gate is None else by_row(spec, case.gate)
             found = forward(spec, self._rows(case), arithmetic, gate)

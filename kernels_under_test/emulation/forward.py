@@ -25,25 +25,23 @@ def forward(
     spec: AttentionSpec, rows: Rows, arithmetic: Arithmetic, gate: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out [R, g, d_vo] rounded to the output format and lse [R, g], both kept as FP32."""
-    out, lse = attention(spec, rows, arithmetic)
-    return finished(spec, out, arithmetic, gate), lse
+    state = attended(spec, rows, arithmetic)
+    out, lse = normalised(state)
+    return cast(epilogue(spec, out, gate), arithmetic.out), lse
 
 
-def finished(spec: AttentionSpec, out: Tensor, arithmetic: Arithmetic, gate: Tensor | None = None) -> Tensor:
-    """What is written of a merged out, kept as FP32."""
-    return cast(epilogue(spec, out, gate), arithmetic.out)
-
-
-def added(parts: list[Tensor], gates: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Branches [..., heads, d_vo], each stored as a partial output, times their gates [..., heads, branches]."""
+def added(spec: AttentionSpec, parts: list[Tensor], gates: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Branches [..., heads, d_vo], each stored as a partial output, times their gates [..., heads, branches]; rounded
+    to the output format, kept as FP32.
+    """
     out = torch.zeros_like(parts[0])
     for branch, part in enumerate(parts):
         out = out + gates[..., branch, None] * cast(part, arithmetic.partial)
-    return out
+    return cast(epilogue(spec, out, None), arithmetic.out)
 
 
-def attention(spec: AttentionSpec, rows: Rows, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-    """out [R, g, d_vo] before the epilogue and lse [R, g], FP32."""
+def attended(spec: AttentionSpec, rows: Rows, arithmetic: Arithmetic) -> State:
+    """All splits of each row, merged, with the sink."""
     z = logits(spec, rows, arithmetic).z * LOG2E
     kept = keep_factor(spec, rows)
     states = [
@@ -53,6 +51,11 @@ def attention(spec: AttentionSpec, rows: Rows, arithmetic: Arithmetic) -> tuple[
     state = _merged(states, arithmetic) if len(states) > 1 else states[0]
     if spec.sink_logits:
         state = _with_sink(state, torch.tensor(spec.sink_logits, dtype=torch.float32)[rows.qo_head] * LOG2E, arithmetic)
+    return state
+
+
+def normalised(state: State) -> tuple[Tensor, Tensor]:
+    """out [R, g, d_vo] before the epilogue and lse [R, g], FP32."""
     some = state.l > 0
     l = torch.where(some, state.l, 1.0)
     out = torch.where(some[..., None], state.o / l[..., None], 0.0)
