@@ -213,7 +213,7 @@ def workspace_bytes(spec: AttentionSpec, hints: Hints, entries: int) -> int:
 
     Where rows may be split, o, m and l of every (query token, split, query head) in FP32: equation (13), seed 5.1. On
     the gather routes one write of K and V of every candidate slot (seed 2.1, the first half of equation (3)), for each
-    KV head or again for each of its query heads (seed 2.2), as they are stored, K and V each rounded up to
+    list or again for each query head that it serves (seed 2.2), as they are stored, K and V each rounded up to
     SCRATCH_ALIGNMENT; a row that is forced to attend a token may need one entry more than it names.
     """
     partials = partial_bytes(spec.num_tokens, hints.num_splits, spec.num_qo_heads, spec.head_dim_vo)
@@ -222,7 +222,7 @@ def workspace_bytes(spec: AttentionSpec, hints: Hints, entries: int) -> int:
         return split
     forces = spec.empty_row in (EmptyRowRule.FORCE_SELF, EmptyRowRule.FORCE_SINK_TOKEN)
     slots = (entries + forces * spec.num_rows) * spec.block_size
-    copies = slots * (spec.group_size if hints.route is Route.GATHER_HEADS else 1)
+    copies = slots * (spec.heads_per_list if hints.route is Route.GATHER_HEADS else 1)
     dims = (spec.k_codec, spec.head_dim_qk), (spec.v_codec, spec.head_dim_vo)
     scratch = (copies * stored_bytes(spec, codec, head_dim) for codec, head_dim in dims)
     return split + sum(math.ceil(each / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for each in scratch)

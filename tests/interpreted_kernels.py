@@ -18,7 +18,7 @@ SEED, THRESHOLD, UIDS = 0xFEDCBA9876543210, 1 << 30, (7, 2**32 - 1)
 KEYS, QUERY, HEADS = 64, -3, 16  # a query that stands before its request's first key
 STEP, LARGEST = 0.0625, 127.0
 CODES = {"int8": torch.int8, "fp8_e4m3fn": torch.uint8, "fp8_e5m2": torch.uint8, "int4": torch.uint8}
-EPILOGUES = ("fp16", "bf16", "relu", "sigmoid", "silu", "tanh", "low_bit")
+EPILOGUES = ("fp16", "bf16", "relu", "sigmoid", "silu", "tanh", "low_bit", "gate")
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def decode_all(code_ptr, value_ptr, CODEC: tl.constexpr):  # type: ignore[no-unt
 def apply(x_ptr, y_ptr, KIND: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, N)
     x = tl.load(x_ptr + at)
-    tl.store(y_ptr + at, epilogue(x, 0.0625, 127.0, KIND))
+    tl.store(y_ptr + at, epilogue(x, x_ptr, at, at < N, 0.0625, 127.0, KIND))
 
 
 @triton.jit

@@ -71,7 +71,8 @@ def test_every_seeded_fault_is_caught_and_named(records: list[Record]) -> None:
 def test_the_unpatched_backend_raises_nothing(records: list[Record]) -> None:
     mine = [record for record in records if record.adapter == "triton"]
     assert sorted(record.cell for record in mine) == sorted([*OWN_CELLS, *(cell.id for cell in tiers.load(CELLS))])
-    assert {record.verdict for record in mine} == {Verdict.PASS}
+    for record in mine:
+        assert record.verdict is (Verdict.FALLBACK if "/fallback:" in record.cell else Verdict.PASS), record.sentence
     model = [record for record in records if record.adapter == MODEL]
     assert sorted(record.cell for record in model) == sorted(MODEL_CELLS)
     assert {record.verdict for record in model} == {Verdict.PASS}

@@ -149,6 +149,7 @@ def test_a_plan_of_another_case_is_refused_by_what_differs(change: dict[str, Any
         "decode/fp32/kv:150+9/heads:7-1/splits:3/tile:16",
         "prefill/fp16/kv:40+9/q:4+2/block:16/causal:bottom_right/splits:2/tile:16",
         "decode/bf16/kv:40+21/dim:80/pattern:empty/empty:force_self",
+        "decode/bf16/kv:40+21/heads:8-2/pattern:one/window:5/empty:force_self/lists:query_head",
         "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on",
     ],
 )
@@ -195,6 +196,7 @@ class Unlaunched:
     "cell",
     [
         "decode/bf16/kv:150+9/splits:2/tile:32",
+        "prefill/bf16/kv:60+25/q:3+2/epilogue:gate/lists:query_head",
         "decode/fp32/kv:60+1/dim:80/pattern:all/pos:rope/dropout:25/kind:sequence",
         "decode/fp32/kv:60+40/cache:strided/kcodec:fp8_e5m2/vcodec:int8/scales:page_head",
     ],
@@ -221,6 +223,7 @@ CELLS = (
     "decode/bf16/kv:150+9+40/splits:3/tile:16",
     "prefill/fp16/kv:40+9/q:4+2/block:16/causal:bottom_right/splits:2/tile:16",
     "decode/bf16/kv:40+21/pattern:empty",
+    "decode/bf16/kv:90+9/heads:8-2/splits:2/tile:32/epilogue:gate/lists:query_head",
     "decode/fp32/kv:60+40/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page/zeros:on",
 )
 

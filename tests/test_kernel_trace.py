@@ -29,6 +29,7 @@ RIGHT = (
     "decode/fp32/kv:60+31/tile:16/pos:buckets/kind:multiset",
     "decode/bf16/kv:40+21/pattern:empty/empty:force_self",
     "decode/fp16/kv:60/heads:7-1/tile:16",
+    "decode/bf16/kv:70+40/heads:8-2/splits:2/tile:16/epilogue:gate/lists:query_head",
     "decode/bf16/kv:70+40/splits:3/tile:16/kcodec:int8/vcodec:fp8_e4m3fn/scales:page_head/route:gather_heads",
 )
 RISING = "decode/fp32/kv:200/pattern:all/tile:32"

@@ -65,6 +65,8 @@ COMPILED = (
     "decode/fp16/kv:60/pattern:all/splits:2/tile:16/pos:rope/cap:30/sink:on/dropout:25/epilogue:cast",
     "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on/route:gather",
     "decode/bf16/kv:150+9/splits:2/tile:32/schedule:persistent/route:gather_heads",
+    "decode/bf16/kv:90+40/heads:8-2/splits:2/tile:16/pos:rope/epilogue:gate/route:gather/lists:query_head",
+    "prefill/fp16/kv:60+25/q:3+2/epilogue:gate/lists:query_head",
 )
 TIER = os.environ.get("SACTS_COMPILE")  # the name of a tier to compile as a whole
 
@@ -130,6 +132,11 @@ def test_functions_are_within_the_declared_error_and_keep_nan(made: Made, kind: 
 def test_low_bit_rounds_ties_to_even_codes_and_clips_both_ends(made: Made) -> None:
     codes = np.clip(np.rint(made["x"].astype(np.float64) / made_by.STEP), -made_by.LARGEST, made_by.LARGEST)
     np.testing.assert_array_equal(made["low_bit"], codes * made_by.STEP)
+
+
+def test_a_gate_multiplies_element_by_element(made: Made) -> None:
+    x = torch.from_numpy(made["x"])
+    np.testing.assert_array_equal(made["gate"], (x * x).numpy())
 
 
 def philox(counter: list[int], key: list[int]) -> int:

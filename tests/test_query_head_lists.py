@@ -32,7 +32,6 @@ from sacts.conformance.relations import chosen, heads_reversed
 from sacts.kernels_under_test import sdpa
 from sacts.kernels_under_test.emulation.adapter import Adapter
 from sacts.kernels_under_test.faults import ModelFault, model_catalogue, seed
-from sacts.kernels_under_test.paged.adapter import Adapter as Triton
 from sacts.matrices.cell import CellError, parse
 from sacts.reference.bounds import expected
 from sacts.reference.candidates import ValidatedCandidates, fixed_sinks, local_window, serve_rows
@@ -232,11 +231,6 @@ def test_a_sample_of_rows_is_one_of_query_heads_and_the_others_keep_their_invari
 def test_the_dense_fallback_serves_the_plain_ones(cell: str) -> None:
     record = judged(sdpa.Adapter(), cell)
     assert record.verdict is Verdict.FALLBACK, record.sentence
-
-
-def test_the_bundled_kernel_refuses_by_name() -> None:
-    support = Triton().support(build(parse(CELLS[0])).spec)
-    assert str(support) == "refused(not yet: candidate lists per query head)"
 
 
 def witness_of(cell: str) -> Copy:

@@ -1,4 +1,5 @@
-"""The bundled Triton backend: normalises raw candidate lists in `plan`, computes in `run`.
+"""The bundled Triton backend: normalises raw candidate lists in `plan`, computes in `run`; where a case says that it
+must leave its kernels, PyTorch's dense attention computes over the same lists.
 
 On a GPU the kernels are compiled; where TRITON_INTERPRET is set when this module is imported, they run in the
 interpreter on CPU tensors, compute in FP32 throughout, and torch makes the final cast.
@@ -6,6 +7,7 @@ interpreter on CPU tensors, compute in FP32 throughout, and torch makes the fina
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,7 @@ from sacts.conformance.adapter import (
     Trace,
     refused,
 )
+from sacts.kernels_under_test import sdpa
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import (
     AttentionSpec,
@@ -32,7 +35,7 @@ from sacts.reference.spec import (
     Codec,
     CodecFormat,
     DType,
-    EpilogueKind,
+    FallbackReason,
     Route,
 )
 
@@ -86,7 +89,12 @@ class Adapter:
             )
             for dtype in DType
         },
+        fallback_numerics=sdpa.Adapter.capabilities.numerics,
     )
+
+    def __init__(self) -> None:
+        self._dense = sdpa.Adapter()
+        self._runs: Counter[str] = Counter()
 
     def support(self, spec: AttentionSpec) -> Support:
         """Native for what the kernel was written for, refused with the reason otherwise; never another path."""
@@ -94,8 +102,6 @@ class Adapter:
             (padded(spec.head_dim_qk) > LARGEST_HEAD_DIM, f"head_dim_qk above {LARGEST_HEAD_DIM}"),
             (padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
             (turns_bytes(spec) > LARGEST_TURNS, f"rope at positions whose table exceeds {LARGEST_TURNS} bytes"),
-            (spec.heads_per_list < spec.group_size, "not yet: candidate lists per query head"),
-            (spec.epilogue.kind is EpilogueKind.GATE, "not yet: epilogue gate"),
             (spec.num_branches > 1, "not yet: gated branches"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
             (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
@@ -105,15 +111,23 @@ class Adapter:
                 return refused(reason)
         return NATIVE
 
+    def falls_back(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
+        """Dense attention for whatever reason, where it serves the spec: the plain row."""
+        return self._dense.falls_back(spec, reason)
+
+    def counters(self) -> Counter[str]:
+        """Runs by path."""
+        return self._runs
+
     def workspace_bytes(self, case: Case) -> int:
-        """From spec, hints and the size of the raw lists: see `workspace`."""
-        return needed_bytes(case, fp32_out=INTERPRETED)
+        """From spec, hints and the size of the raw lists: see `workspace`; a fallback needs none."""
+        return 0 if case.fallback else needed_bytes(case, fp32_out=INTERPRETED)
 
     def plan(self, case: Case) -> Plan:
         """Normalise the raw lists on the device, cut their rows into tasks, and make the tables of the terms. Raises
         Refused as declared.
         """
-        self._check(case.spec)
+        self._check(case)
         return plan_of(case, tile_of(case.spec, case.hints.kv_tile))
 
     def normalize(self, case: Case) -> Normalized:
@@ -126,21 +140,26 @@ class Adapter:
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """Launch the gather kernel where candidates are gathered, the attention kernel, and the merge kernel where rows
-        are split. Raises Refused as declared (`plan` does), for a plan of another case, and for a workspace that is too
-        small.
+        are split. Raises Refused as declared (`plan` does), for a plan of another case, for a workspace that is too
+        small, and for a fallback within the recording of a graph.
         """
         plan = plan or self.plan(case)
         plan.made_for.check(case)
+        if case.fallback:
+            return self._fall_back(case, plan)
         space = workspace_of(case, fp32_out=INTERPRETED)
         if plan.tasks.num_tasks:
             self._attend(case, plan, space, NOTHING)
             self._merge(case, plan, space)
         if space.out is not None:
             case.out.copy_(space.out.view(case.out.shape))
+        self._runs["native"] += 1
         return Outputs(case.out, case.lse, path="native")
 
     def trace(self, case: Case, plan: Plan | None = None) -> Trace:
-        """What `run` computes on its way, in memory of its own. Raises Refused as `run` does."""
+        """What `run` computes on its way, in memory of its own. Raises Refused as `run` does, and for a fallback."""
+        if case.fallback:
+            raise Refused(f"fallback({case.fallback}) has no tiles to trace")
         plan = plan or self.plan(case)
         own = torch.empty(self.workspace_bytes(case), dtype=torch.uint8, device=case.q.device)
         case = replace(case, workspace=own, out=torch.empty_like(case.out), lse=torch.empty_like(case.lse))
@@ -149,6 +168,14 @@ class Adapter:
         if plan.tasks.num_tasks:
             self._attend(case, plan, workspace_of(case, fp32_out=INTERPRETED), recording.arguments)
         return trace_of(plan.tasks, recording)
+
+    def _fall_back(self, case: Case, plan: Plan) -> Outputs:
+        """Dense attention over the normalised lists, read on the host. Raises Refused where that cannot be."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise Refused(f"fallback({case.fallback}) reads its lists on the host, which no graph can record")
+        outputs = self._dense.run(replace(case, kv_indptr=plan.kv_indptr, kv_indices=plan.kv_indices))
+        self._runs[str(outputs.path)] += 1
+        return outputs
 
     def _attend(self, case: Case, plan: Plan, space: Workspace, traced: dict[str, Any]) -> None:
         """Launch the attention kernel over the tasks, behind the gather kernel where there is scratch."""
@@ -180,7 +207,7 @@ class Adapter:
             space.l,
             space.o,
             window_left=spec.window_left,
-            num_kv_heads=spec.num_kv_heads,
+            list_heads=spec.list_heads,
             num_splits=case.hints.num_splits,
             **traced,
             **terms_of(spec, plan),
@@ -195,7 +222,7 @@ class Adapter:
             BLOCK_N=tasks.tile,
             INPUT_PRECISION=self.input_precision,
             **shapes(spec, case.hints),
-            **epilogue_of(spec.epilogue),
+            **epilogue_of(case),
             **options(spec, tasks.tile),
         )
 
@@ -221,7 +248,7 @@ class Adapter:
             plan.kv_indices,
             plan.tasks.table,
             work,
-            spec.num_kv_heads,
+            spec.list_heads,
             **laid,
             stride_table=case.page_table.stride(0),
             K_STORED=(k_stored := stored(spec.k_codec, spec.head_dim_qk)),
@@ -230,6 +257,7 @@ class Adapter:
             BLOCK_V=padded(v_stored),
             PAGE_SIZE=spec.page_size,
             BLOCK_SIZE=spec.block_size,
+            LISTS=spec.lists_per_kv_head,
             COPIES=copies_of(case),
             BLOCK_N=plan.tasks.tile,
         )
@@ -237,7 +265,7 @@ class Adapter:
     def _merge(self, case: Case, plan: Plan, space: Workspace) -> None:
         """Launch the merge kernel over the output rows in several parts, where there are any."""
         spec, tasks = case.spec, plan.tasks
-        rows = len(tasks.split_rows) * spec.group_size
+        rows = len(tasks.split_rows) * spec.heads_per_list
         if not rows:
             return
         merge.merge_kernel[(-(-rows // MERGE_ROWS),)](
@@ -252,16 +280,16 @@ class Adapter:
             num_merged=rows,
             num_qo_heads=spec.num_qo_heads,
             num_splits=case.hints.num_splits,
-            group_size=spec.group_size,
+            heads_per_list=spec.heads_per_list,
             HEAD_DIM_VO=spec.head_dim_vo,
             BLOCK_VO=padded(spec.head_dim_vo),
             BLOCK_M=MERGE_ROWS,
-            **epilogue_of(spec.epilogue),
+            **epilogue_of(case),
         )
 
-    def _check(self, spec: AttentionSpec) -> None:
+    def _check(self, case: Case) -> None:
         """Raises Refused as declared."""
-        support = self.support(spec)
+        support = self.falls_back(case.spec, case.fallback) if case.fallback else self.support(case.spec)
         if support.status == "refused":
             raise Refused(support.reason)
 

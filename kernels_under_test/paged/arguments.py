@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sacts.conformance.adapter import Case
 from sacts.reference.spec import (
     AttentionSpec,
     CausalRule,
     Codec,
     DType,
-    Epilogue,
     Hints,
     Route,
     ScaleGranularity,
@@ -42,9 +42,10 @@ def programs(work: int, hints: Hints, device: torch.device) -> int:
 
 def shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
     """What the attention kernel is compiled for, but for tile, splits and epilogue."""
-    heads = 1 if hints.route is Route.GATHER_HEADS else spec.group_size  # that one program serves
+    heads = 1 if hints.route is Route.GATHER_HEADS else spec.heads_per_list  # that one program serves
     return {
-        "GROUP": spec.group_size,
+        "GROUP": spec.heads_per_list,
+        "LISTS": spec.lists_per_kv_head,
         "HEADS": heads,
         "HEAD_DIM_QK": spec.head_dim_qk,
         "HEAD_DIM_VO": spec.head_dim_vo,
@@ -144,10 +145,14 @@ def terms_of(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
     }
 
 
-def epilogue_of(how: Epilogue) -> dict[str, Any]:
-    """Arguments of an epilogue: its kind, the dtype of a cast or the function; step and largest code of low_bit."""
+def epilogue_of(case: Case) -> dict[str, Any]:
+    """Arguments of an epilogue: its kind, the dtype of a cast or the function; its gate; step and largest code of
+    low_bit.
+    """
+    how = case.spec.epilogue
     kind = how.dtype or how.function or how.kind
     return {
+        "gate_ptr": case.gate,
         "EPILOGUE": "none" if kind is DType.FP32 else kind.value,
         "epilogue_step": how.scale or 1.0,
         "epilogue_largest": float((1 << (how.bits - 1)) - 1) if how.bits else 0.0,

@@ -17,7 +17,7 @@ def gather_kernel(
     kv_indices_ptr,
     tasks_ptr,
     num_work,
-    num_kv_heads,
+    list_heads,
     stride_k_page,
     stride_k_token,
     stride_k_head,
@@ -31,6 +31,7 @@ def gather_kernel(
     BLOCK_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LISTS: tl.constexpr,
     COPIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -42,8 +43,8 @@ def gather_kernel(
         row = tl.load(task)
         first = tl.load(task + 1)
         last = tl.load(task + 2)
-        kv_head = row % num_kv_heads
-        request = tl.load(token_request_ptr + row // num_kv_heads)
+        kv_head = row % list_heads // LISTS
+        request = tl.load(token_request_ptr + row // list_heads)
         seq_len = tl.load(seq_lens_ptr + request)
         start = tl.load(kv_indptr_ptr + row)
         dim_k = tl.arange(0, BLOCK_K)

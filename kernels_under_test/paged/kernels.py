@@ -1,5 +1,6 @@
-"""The attention kernel. A candidate row is one (query token, KV head) and serves the query heads of its group; a slot
-is one token of one entry: slot n of a row names entry n // BLOCK_SIZE of its list. A task is a range of a row's slots.
+"""The attention kernel. A candidate row is one (query token, head that has a list) and serves GROUP query heads; LISTS
+of them read one KV head. A slot is one token of one entry: slot n of a row names entry n // BLOCK_SIZE of its list. A
+task is a range of a row's slots.
 Each program takes every num_programs-th task, so that one kernel serves all schedules: as many programs as tasks, or
 as many as the device holds at once; the order of the tasks stands in the table.
 
@@ -60,9 +61,10 @@ def attention_kernel(
     scale,
     cap_log2,
     window_left,
+    gate_ptr,
     epilogue_step,
     epilogue_largest,
-    num_kv_heads,
+    list_heads,
     num_splits,
     stride_q_token,
     stride_q_head,
@@ -82,6 +84,7 @@ def attention_kernel(
     stride_vs_head,
     stride_vs_dim,
     GROUP: tl.constexpr,
+    LISTS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
     HEAD_DIM_VO: tl.constexpr,
@@ -115,8 +118,9 @@ def attention_kernel(
         first = tl.load(task + 1)
         last = tl.load(task + 2)
         split = tl.load(task + 3)
-        token = row // num_kv_heads
-        kv_head = row % num_kv_heads
+        token = row // list_heads
+        list_head = row % list_heads
+        kv_head = list_head // LISTS
         request = tl.load(token_request_ptr + token)
         position = tl.load(token_position_ptr + token)
         seq_len = tl.load(seq_lens_ptr + request)
@@ -124,7 +128,7 @@ def attention_kernel(
 
         lane = tl.arange(0, BLOCK_M)
         in_group = lane < HEADS
-        qo_head = kv_head * GROUP + work % copies * HEADS + lane
+        qo_head = list_head * GROUP + work % copies * HEADS + lane
         dim_qk = tl.arange(0, BLOCK_QK)
         dim_vo = tl.arange(0, BLOCK_VO)
         q_mask = in_group[:, None]
@@ -155,7 +159,7 @@ def attention_kernel(
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + qo_head, mask=in_group, other=0.0)
 
-        out_row = token.to(tl.int64) * num_kv_heads * GROUP + qo_head
+        out_row = token.to(tl.int64) * list_heads * GROUP + qo_head
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
         l = tl.zeros([BLOCK_M], tl.float32)
         o = tl.zeros([BLOCK_M, BLOCK_VO], tl.float32)
@@ -265,7 +269,7 @@ def attention_kernel(
             lse = tl.where(some, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
             tl.store(lse_ptr + out_row, lse, mask=in_group)
             out = tl.where(some[:, None], o / safe[:, None], 0.0)
+            out_at = out_row[:, None] * HEAD_DIM_VO + dim_vo[None, :]
             if EPILOGUE != "none":
-                out = epilogue(out, epilogue_step, epilogue_largest, EPILOGUE)
-            out = out.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_row[:, None] * HEAD_DIM_VO + dim_vo[None, :], out, mask=out_mask)
+                out = epilogue(out, gate_ptr, out_at, out_mask, epilogue_step, epilogue_largest, EPILOGUE)
+            tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)

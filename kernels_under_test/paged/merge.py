@@ -16,12 +16,13 @@ def merge_kernel(
     split_rows_ptr,
     parts_ptr,
     sinks_ptr,
+    gate_ptr,
     epilogue_step,
     epilogue_largest,
     num_merged,
     num_qo_heads,
     num_splits,
-    group_size,
+    heads_per_list,
     HEAD_DIM_VO: tl.constexpr,
     BLOCK_VO: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -32,9 +33,9 @@ def merge_kernel(
     """
     merged = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = merged < num_merged
-    row = tl.load(split_rows_ptr + merged // group_size, mask=inside, other=0)
-    parts = tl.load(parts_ptr + merged // group_size, mask=inside, other=0)
-    out_row = row.to(tl.int64) * group_size + merged % group_size
+    row = tl.load(split_rows_ptr + merged // heads_per_list, mask=inside, other=0)
+    parts = tl.load(parts_ptr + merged // heads_per_list, mask=inside, other=0)
+    out_row = row.to(tl.int64) * heads_per_list + merged % heads_per_list
     dim_vo = tl.arange(0, BLOCK_VO)
     out_mask = inside[:, None]
     if BLOCK_VO != HEAD_DIM_VO:
@@ -63,7 +64,7 @@ def merge_kernel(
     lse = tl.where(some, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
     tl.store(lse_ptr + out_row, lse, mask=inside)
     out = tl.where(some[:, None], o / safe[:, None], 0.0)
+    out_at = out_row[:, None] * HEAD_DIM_VO + dim_vo[None, :]
     if EPILOGUE != "none":
-        out = epilogue(out, epilogue_step, epilogue_largest, EPILOGUE)
-    out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_row[:, None] * HEAD_DIM_VO + dim_vo[None, :], out, mask=out_mask)
+        out = epilogue(out, gate_ptr, out_at, out_mask, epilogue_step, epilogue_largest, EPILOGUE)
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -137,7 +137,7 @@ def _lists(spec: AttentionSpec, rows: Tensor, entries: Tensor, counts: Tensor) -
 
 def _by_row(spec: AttentionSpec, lists: Lists, token_position: Tensor) -> tuple[Tensor, Tensor]:
     """Position of the query and T, of the row of each entry: [nnz]."""
-    token = lists.rows // spec.num_kv_heads
+    token = lists.rows // spec.list_heads
     seq_lens = torch.tensor([spec.seq_lens[request] for request in spec.token_request], device=token.device)
     return token_position[token].long(), seq_lens[token]
 
@@ -159,7 +159,7 @@ def _with_forced_tokens(spec: AttentionSpec, lists: Lists, token_position: Tenso
     forced_rows = empty.nonzero()[:, 0]
     if spec.empty_row is EmptyRowRule.FORBID and len(forced_rows):
         raise Refused(f"{spec.row(int(forced_rows[0]))} has no edge, which empty_row forbid forbids")
-    own = token_position[forced_rows // spec.num_kv_heads]
+    own = token_position[forced_rows // spec.list_heads]
     token = own if spec.empty_row is EmptyRowRule.FORCE_SELF else torch.zeros_like(own)
     forced = torch.full((spec.num_rows,), -1, dtype=torch.int32, device=rows.device)
     forced[forced_rows] = token
@@ -188,7 +188,7 @@ def _ordinals(
     query[last >= 0] -= ends_with_own[last[last >= 0]].long()
     if forced is not None:
         ordinals = torch.where(forced[rows] >= 0, -(forced[rows] % spec.block_size), ordinals)
-        own = token_position[torch.arange(spec.num_rows, device=rows.device) // spec.num_kv_heads]
+        own = token_position[torch.arange(spec.num_rows, device=rows.device) // spec.list_heads]
         query = torch.where(forced >= 0, (forced != own).long(), query)
     if spec.query_ordinals:
         query = torch.tensor(spec.query_ordinals, device=rows.device)

@@ -53,9 +53,13 @@ def with_sink(m, l, o, sink):
 
 
 @triton.jit
-def epilogue(x, step, largest, KIND: tl.constexpr):
-    """What is done to the merged output in FP32; NaN stays NaN. `step`, `largest`: of low_bit."""
-    if KIND == "fp16":
+def epilogue(x, gate_ptr, place, mask, step, largest, KIND: tl.constexpr):
+    """What is done to the merged output x in FP32; NaN stays NaN. `gate_ptr`: laid out as out, where x stands at
+    `place` under the mask; `step`, `largest`: of low_bit.
+    """
+    if KIND == "gate":
+        y = x * tl.load(gate_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    elif KIND == "fp16":
         y = x.to(tl.float16).to(tl.float32)
     elif KIND == "bf16":  # by bits: the interpreter's own cast truncates
         bits = x.to(tl.int32, bitcast=True)

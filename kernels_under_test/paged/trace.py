@@ -49,7 +49,7 @@ NOTHING: dict[str, Any] = {
 def recording_of(spec: AttentionSpec, tasks: Tasks) -> Recording:
     """Tensors for a trace of these tasks."""
     device, tiles = tasks.table.device, max(1, tasks.longest)
-    rows = spec.num_rows, spec.group_size
+    rows = spec.num_rows, spec.heads_per_list
     return Recording(
         tokens=torch.full((spec.num_rows, tiles * tasks.tile), -1, dtype=torch.int32, device=device),
         logits=torch.zeros(*rows, tiles * tasks.tile, device=device),

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from sacts.conformance.adapter import Case, Refused
-from sacts.reference.spec import Codec, CodecFormat, DType, EmptyRowRule, Route
+from sacts.reference.spec import Codec, CodecFormat, DType, Route
 
 ALIGNMENT = 16
-FORCES = (EmptyRowRule.FORCE_SELF, EmptyRowRule.FORCE_SINK_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Workspace:
 
 def copies_of(case: Case) -> int:
     """How often a candidate slot is copied to scratch."""
-    return {Route.DIRECT: 0, Route.GATHER: 1, Route.GATHER_HEADS: case.spec.group_size}[case.hints.route]
+    return {Route.DIRECT: 0, Route.GATHER: 1, Route.GATHER_HEADS: case.spec.heads_per_list}[case.hints.route]
 
 
 def scratch_slots(case: Case) -> int:
     """Slots that scratch may need: those of all entries of the raw lists, and of one more of each row that may be
     forced, once a copy.
     """
-    forced = case.spec.num_rows if case.spec.empty_row in FORCES else 0
+    forced = case.spec.num_rows if case.spec.empty_row.forces else 0
     return (case.kv_indices.numel() + forced) * case.spec.block_size * copies_of(case)
 
 
