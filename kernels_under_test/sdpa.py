@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,9 +39,6 @@ class Adapter:
         reads_saved=False,
     )
 
-    def __init__(self) -> None:
-        self._runs: Counter[str] = Counter()
-
     def support(self, spec: AttentionSpec) -> Support:
         """The plain row, densely; anything beyond it is refused by name."""
         reason = unserved(spec)
@@ -61,6 +59,10 @@ class Adapter:
     def falls_back(self, spec: AttentionSpec, reason: FallbackReason) -> Support:
         """The one path, for whatever reason."""
         return refused(said) if (said := unserved(spec)) else fallback(reason)
+
+    @cached_property
+    def _runs(self) -> Counter[str]:
+        return Counter()
 
     def counters(self) -> Counter[str]:
         """Runs by path."""
