@@ -69,13 +69,23 @@ def judged(faults: Sequence[SeededFault], selection: Selection, console: Console
     """
     plain = [fault.adapter for fault in faults if not fault.cells]
     records = judge_all(replace(selection, adapters=plain), console) if plain else []
+    return records + _on_own_cells([fault for fault in faults if fault.cells], selection, console)
+
+
+def _on_own_cells(faults: Sequence[SeededFault], selection: Selection, console: Console) -> list[Record]:
+    """In one session, since each starts processes: what its expression selects beside what is wanted, as a name that
+    holds another, is left out.
+    """
+    if not faults:
+        return []
+    wanted = {(fault.adapter, cell) for fault in faults for cell in fault.cells}
+    expression = " or ".join(f"({fault.adapter} and ({' or '.join(fault.cells)}))" for fault in faults)
     with tempfile.TemporaryDirectory() as folder:
-        for number, cells in enumerate(dict.fromkeys(fault.cells for fault in faults if fault.cells)):
-            path = Path(folder) / f"{number}.cells"
-            path.write_text("\n".join(cells) + "\n", encoding="utf-8")
-            adapters = [fault.adapter for fault in faults if fault.cells == cells]
-            records += judge_all(replace(selection, path=path, adapters=adapters, expression=""), console)
-    return records
+        path = Path(folder) / "own.cells"
+        path.write_text("\n".join(dict.fromkeys(cell for _, cell in sorted(wanted))) + "\n", encoding="utf-8")
+        adapters = list(dict.fromkeys(fault.adapter for fault in faults))
+        chosen = replace(selection, path=path, adapters=adapters, expression=expression)
+        return [record for record in judge_all(chosen, console) if (record.adapter, record.cell) in wanted]
 
 
 def audit(faults: Iterable[SeededFault], records: Sequence[Record]) -> list[Outcome]:
