@@ -204,7 +204,8 @@ def case_of(spec: AttentionSpec, lists: list[list[int]]) -> Case:
     none = torch.zeros(0)
     entries = torch.tensor([entry for entries in lists for entry in entries], dtype=torch.int32)
     indptr = torch.tensor(np.cumsum([0, *map(len, lists)]), dtype=torch.int32)
-    return Case(spec, Hints(), *[none] * 4, none, none, indptr, entries, none, none, none)
+    table = torch.zeros(len(spec.seq_lens), 8, dtype=torch.int32)
+    return Case(spec, Hints(), *[none] * 3, table, none, none, indptr, entries, none, none, none)
 
 
 def spec_of(**fields: Any) -> AttentionSpec:

@@ -52,6 +52,7 @@ from .arguments import (
     terms_of,
     tile_of,
 )
+from .index import slots_of
 from .plan import Plan, normalized, plan_of
 from .tables import padded, turns_bytes
 from .trace import NOTHING, recording_of, trace_of
@@ -130,12 +131,13 @@ class Adapter:
         return plan_of(case, tile_of(case.spec, case.hints.kv_tile))
 
     def normalize(self, case: Case) -> Normalized:
-        """The lists that `plan` makes, before empty rows get a token; a multiset with its repeats."""
+        """The lists that `plan` makes, before empty rows get a token, and their slots; a multiset with its repeats."""
         lists = normalized(case)
-        if case.spec.candidate_kind is not CandidateKind.MULTISET:
-            return Normalized(lists.kv_indptr, lists.kv_indices)
-        named = torch.cat((lists.counts.new_zeros(1), lists.counts.cumsum(0)))[lists.kv_indptr.long()]
-        return Normalized(named, lists.kv_indices.repeat_interleave(lists.counts))
+        indptr, rows, entries = lists.kv_indptr, lists.rows, lists.kv_indices
+        if case.spec.candidate_kind is CandidateKind.MULTISET:
+            indptr = torch.cat((lists.counts.new_zeros(1), lists.counts.cumsum(0)))[indptr.long()]
+            rows, entries = (x.repeat_interleave(lists.counts) for x in (rows, entries))
+        return Normalized(indptr, entries, slots_of(case.spec, case.page_table, rows, entries))
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """Launch the gather kernel where candidates are gathered, the attention kernel, and the merge kernel where rows

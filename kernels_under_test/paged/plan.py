@@ -13,25 +13,9 @@ from torch import Tensor
 from sacts.conformance.adapter import PADDING, Case, Refused
 from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule, Hints
 
+from .index import Lists, csr, distinct
 from .tables import Tables, tables_of
 from .tasks import Tasks, tasks_of
-
-
-@dataclass(frozen=True)
-class Lists:
-    """CSR over the candidate rows: `kv_indptr` [num_rows + 1] and `kv_indices` [nnz] int32, distinct but for a
-    sequence, which keeps its order; `counts` [nnz]: how often each entry was named.
-    """
-
-    kv_indptr: Tensor
-    kv_indices: Tensor
-    counts: Tensor
-
-    @property
-    def rows(self) -> Tensor:
-        """The row of each entry: [nnz]."""
-        lengths = self.kv_indptr.diff()
-        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
 @dataclass(frozen=True)
@@ -123,16 +107,8 @@ def normalized(case: Case) -> Lists:
     real = case.kv_indices != PADDING
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         entries = case.kv_indices[real]
-        return _lists(spec, rows[real], entries, torch.ones_like(entries))
-    keys, counts = torch.unique((rows[real] << 32) + case.kv_indices[real], return_counts=True)
-    return _lists(spec, keys >> 32, keys & 0xFFFFFFFF, counts)
-
-
-def _lists(spec: AttentionSpec, rows: Tensor, entries: Tensor, counts: Tensor) -> Lists:
-    """Entries sorted by row as CSR."""
-    kv_indptr = torch.zeros(spec.num_rows + 1, dtype=torch.int32, device=rows.device)
-    kv_indptr[1:] = torch.bincount(rows, minlength=spec.num_rows).cumsum(0)
-    return Lists(kv_indptr, entries.to(torch.int32), counts)
+        return csr(rows[real], entries, torch.ones_like(entries), spec.num_rows)
+    return distinct(rows[real], case.kv_indices[real], spec.num_rows)
 
 
 def _by_row(spec: AttentionSpec, lists: Lists, token_position: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +143,7 @@ def _with_forced_tokens(spec: AttentionSpec, lists: Lists, token_position: Tenso
     row, order = torch.cat((rows[kept], forced_rows)).sort(stable=True)
     entries = torch.cat((lists.kv_indices[kept], token // spec.block_size))[order]
     counts = torch.cat((lists.counts[kept], torch.ones_like(token)))[order]
-    return _lists(spec, row, entries, counts), forced
+    return csr(row, entries, counts, spec.num_rows), forced
 
 
 def _ordinals(
