@@ -32,8 +32,6 @@ from sacts.reference.numerics import Numerics
 from sacts.reference.spec import (
     AttentionSpec,
     CandidateKind,
-    Codec,
-    CodecFormat,
     DType,
     FallbackReason,
     Route,
@@ -43,6 +41,7 @@ from . import gather, kernels, merge
 from .arguments import (
     INTERPRETED,
     bits,
+    codec_of,
     epilogue_of,
     options,
     programs,
@@ -104,8 +103,6 @@ class Adapter:
             (padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
             (turns_bytes(spec) > LARGEST_TURNS, f"rope at positions whose table exceeds {LARGEST_TURNS} bytes"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
-            (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
-            (unread := _unread(spec.v_codec), f"not yet: v_codec {unread}"),
         ):
             if beyond:
                 return refused(reason)
@@ -252,6 +249,8 @@ class Adapter:
             spec.list_heads,
             **laid,
             stride_table=case.page_table.stride(0),
+            K_CODEC=codec_of(spec.k_codec),
+            V_CODEC=codec_of(spec.v_codec),
             K_STORED=(k_stored := stored(spec.k_codec, spec.head_dim_qk)),
             V_STORED=(v_stored := stored(spec.v_codec, spec.head_dim_vo)),
             BLOCK_K=padded(k_stored),
@@ -293,14 +292,3 @@ class Adapter:
         support = self.falls_back(case.spec, case.fallback) if case.fallback else self.support(case.spec)
         if support.status == "refused":
             raise Refused(support.reason)
-
-
-def _unread(codec: Codec | None) -> str:
-    """What of a codec the kernel cannot read, in words."""
-    if codec is None:
-        return ""
-    if codec.format is CodecFormat.FP8_E4M3FNUZ:
-        return codec.format
-    if codec.nibble_axis != "dim":
-        return f"{codec.format} packed along {codec.nibble_axis}"
-    return "" if codec.low_nibble_first else f"{codec.format} with the high nibble first"
