@@ -46,17 +46,14 @@ class Adapter:
         return refused(reason) if reason else fallback("dense")
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
-        """One dense call per request. Raises Refused as declared."""
+        """One dense call per request, under the masks of a caller's plan, or its own. Raises Refused as declared."""
         spec = case.spec
         if reason := unserved(spec):
             raise Refused(reason)
-        lists = case.kv_indptr.tolist()
-        for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
-            if not qo_len:
-                continue
-            tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
-            rows = [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)]
-            case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
+        for request, mask in enumerate(masks_of(case) if plan is None else plan):
+            if mask is not None:
+                tokens = slice(*spec.qo_indptr[request : request + 2])
+                case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, mask)
         path = str(fallback(case.fallback or "dense"))
         self._runs[path] += 1
         return Outputs(case.out, case.lse, path=path)
@@ -101,6 +98,18 @@ class Adapter:
                 total = parts[0].new_zeros(len(own), *parts[0].shape[1:]).index_add_(0, place, torch.cat(parts))
                 cache.view(-1, *cache.shape[2:])[own] = total.to(cache.dtype)
         return made
+
+
+def masks_of(case: Case) -> list[torch.Tensor | None]:
+    """Which keys the queries of each request attend, [list_heads, q_len, T] of what stands in the lists, which are read
+    on the host; None for a request without queries.
+    """
+    lists, starts = case.kv_indptr.tolist(), case.spec.qo_indptr
+    masks: list[torch.Tensor | None] = []
+    for first, behind, seq_len in zip(starts, starts[1:], case.spec.seq_lens, strict=False):
+        rows = [_mask(case, lists, token, seq_len) for token in range(first, behind)]
+        masks.append(torch.stack(rows, dim=1) if rows else None)
+    return masks
 
 
 def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tensor:

@@ -121,11 +121,15 @@ class Adapter:
         return 0 if case.fallback else needed_bytes(case, fp32_out=INTERPRETED)
 
     def plan(self, case: Case) -> Plan:
-        """Normalise the raw lists on the device, cut their rows into tasks, and make the tables of the terms. Raises
-        Refused as declared.
+        """Normalise the raw lists on the device, cut their rows into tasks, and make the tables of the terms; for a
+        fallback its masks. Raises Refused as declared.
         """
         self._check(case)
-        return plan_of(case, tile_of(case.spec, case.hints.kv_tile))
+        plan = plan_of(case, tile_of(case.spec, case.hints.kv_tile))
+        if not case.fallback:
+            return plan
+        masks = sdpa.masks_of(replace(case, kv_indptr=plan.kv_indptr, kv_indices=plan.kv_indices))
+        return replace(plan, masks=tuple(masks))
 
     def normalize(self, case: Case) -> Normalized:
         """The lists that `plan` makes, before empty rows get a token, and their slots; a multiset with its repeats."""
@@ -138,13 +142,15 @@ class Adapter:
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """Launch the gather kernel where candidates are gathered, the attention kernel, and the merge kernel where rows
-        are split. Raises Refused as declared (`plan` does), for a plan of another case, for a workspace that is too
-        small, and for a fallback within the recording of a graph.
+        are split; or dense attention, where the case must leave these. Raises Refused as declared (`plan` does), for a
+        plan of another case, and for a workspace that is too small.
         """
         plan = plan or self.plan(case)
         plan.made_for.check(case)
         if case.fallback:
-            return self._fall_back(case, plan)
+            outputs = self._dense.run(case, plan.masks)
+            self._runs[str(outputs.path)] += 1
+            return outputs
         space = workspace_of(case, fp32_out=INTERPRETED)
         if plan.tasks.num_tasks:
             self._attend(case, plan, space, NOTHING)
@@ -166,14 +172,6 @@ class Adapter:
         if plan.tasks.num_tasks:
             self._attend(case, plan, workspace_of(case, fp32_out=INTERPRETED), recording.arguments)
         return trace_of(plan.tasks, recording)
-
-    def _fall_back(self, case: Case, plan: Plan) -> Outputs:
-        """Dense attention over the normalised lists, read on the host. Raises Refused where that cannot be."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise Refused(f"fallback({case.fallback}) reads its lists on the host, which no graph can record")
-        outputs = self._dense.run(replace(case, kv_indptr=plan.kv_indptr, kv_indices=plan.kv_indices))
-        self._runs[str(outputs.path)] += 1
-        return outputs
 
     def _attend(self, case: Case, plan: Plan, space: Workspace, traced: dict[str, Any]) -> None:
         """Launch the attention kernel over the tasks, behind the gather kernel where there is scratch."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sacts.conformance.adapter import PADDING, Case, Refused
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule, FallbackReason, Hints
 
 from .index import Lists, csr, distinct
 from .tables import Tables, tables_of
@@ -26,6 +26,7 @@ class MadeFor:
     hints: Hints
     entries: int
     device: torch.device
+    fallback: FallbackReason | None
 
     def check(self, case: Case) -> None:
         """Raises Refused, with what was planned and what is given, for a case that the plan was not made for."""
@@ -34,6 +35,7 @@ class MadeFor:
             ("rows", self.spec.num_rows, spec.num_rows),
             ("entries of kv_indices", self.entries, case.kv_indices.numel()),
             ("device", self.device, case.q.device),
+            ("fallback", self.fallback, case.fallback),
             *((f"hint {name}", *_both(self.hints, case.hints, name)) for name in _names(Hints)),
             *((f"spec.{name}", *_both(self.spec, spec, name)) for name in _names(AttentionSpec)),
         ):
@@ -56,7 +58,7 @@ class Plan:
     `kv_indptr`, `kv_indices`: the normalised lists, of a forced row the entry of its forced token alone. int32
     [num_tokens]: `token_request`, `token_position`. int32 [num_rows]: `forced` (the token, -1 elsewhere),
     `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry; `log2_counts` FP32. `made_for`: the
-    case, as far as it may not change.
+    case, as far as it may not change. `masks`: of a fallback, as `sdpa.masks_of` makes them.
     """
 
     made_for: MadeFor
@@ -70,6 +72,7 @@ class Plan:
     ordinals: Tensor | None = None
     query_ordinals: Tensor | None = None
     log2_counts: Tensor | None = None
+    masks: tuple[Tensor | None, ...] | None = None
 
 
 def plan_of(case: Case, tile: int) -> Plan:
@@ -86,7 +89,7 @@ def plan_of(case: Case, tile: int) -> Plan:
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         ordinals, query_ordinals = _ordinals(spec, lists, token_position, forced)
     return Plan(
-        made_for=MadeFor(spec, case.hints, case.kv_indices.numel(), device),
+        made_for=MadeFor(spec, case.hints, case.kv_indices.numel(), device, case.fallback),
         tasks=tasks_of(lists.kv_indptr, spec.block_size, case.hints, tile),
         kv_indptr=lists.kv_indptr,
         kv_indices=lists.kv_indices,
