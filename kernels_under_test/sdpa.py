@@ -45,11 +45,13 @@ class Adapter:
         return refused(reason) if reason else fallback("dense")
 
     def run(self, case: Case, plan: Any = None) -> Outputs:
-        """One dense call per request and branch. Raises Refused as declared."""
+        """One dense call per request and branch, under the masks of a caller's plan, or its own. Raises Refused as
+        declared.
+        """
         if reason := unserved(case.spec):
             raise Refused(reason)
         if case.gates is None:
-            _attend(case, case.kv_indptr.tolist())
+            _attend(case, masks_of(case) if plan is None else plan)
         else:
             _attend_branches(case, case.gates)
         path = str(fallback(case.fallback or "dense"))
@@ -104,28 +106,38 @@ class Adapter:
         return made
 
 
-def _attend(case: Case, lists: list[int]) -> None:
+def _attend(case: Case, masks: list[torch.Tensor | None]) -> None:
     """Fill out and lse of a case."""
-    spec = case.spec
-    for request, (seq_len, qo_len) in enumerate(zip(spec.seq_lens, spec.qo_lens, strict=True)):
-        if not qo_len:
-            continue
-        tokens = slice(spec.qo_indptr[request], spec.qo_indptr[request] + qo_len)
-        rows = [_mask(case, lists, token, seq_len) for token in range(tokens.start, tokens.stop)]
-        case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, torch.stack(rows, dim=1))
+    for request, mask in enumerate(masks):
+        if mask is not None:
+            tokens = slice(*case.spec.qo_indptr[request : request + 2])
+            case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, mask)
 
 
 def _attend_branches(case: Case, gates: torch.Tensor) -> None:
     """Each branch in FP32, gated and added; lists stand one branch after another."""
-    spec, lists = replace(case.spec, num_branches=1), case.kv_indptr.tolist()
+    spec = replace(case.spec, num_branches=1)
     total = torch.zeros_like(case.out, dtype=torch.float32)
     for branch in range(case.spec.num_branches):
         out, lse = torch.zeros_like(total), torch.zeros_like(case.lse[..., branch])
-        own = replace(case, spec=spec, q=case.q.float(), out=out, lse=lse)
-        _attend(own, lists[branch * spec.num_rows : (branch + 1) * spec.num_rows + 1])
+        lists = case.kv_indptr[branch * spec.num_rows : (branch + 1) * spec.num_rows + 1]
+        own = replace(case, spec=spec, q=case.q.float(), out=out, lse=lse, kv_indptr=lists)
+        _attend(own, masks_of(own))
         total += gates[..., branch, None] * out
         case.lse[..., branch] = lse
     case.out.copy_(total)
+
+
+def masks_of(case: Case) -> list[torch.Tensor | None]:
+    """Which keys the queries of each request attend, [list_heads, q_len, T] of what stands in the lists, which are read
+    on the host; None for a request without queries.
+    """
+    lists, starts = case.kv_indptr.tolist(), case.spec.qo_indptr
+    masks: list[torch.Tensor | None] = []
+    for first, behind, seq_len in zip(starts, starts[1:], case.spec.seq_lens, strict=False):
+        rows = [_mask(case, lists, token, seq_len) for token in range(first, behind)]
+        masks.append(torch.stack(rows, dim=1) if rows else None)
+    return masks
 
 
 def _mask(case: Case, indptr: list[int], token: int, seq_len: int) -> torch.Tensor:

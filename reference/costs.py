@@ -214,7 +214,8 @@ def workspace_bytes(spec: AttentionSpec, hints: Hints, entries: int) -> int:
     Where rows may be split, o, m and l of every (query token, split, query head) in FP32: equation (13), seed 5.1. On
     the gather routes one write of K and V of every candidate slot (seed 2.1, the first half of equation (3)), for each
     list or again for each query head that it serves (seed 2.2), as they are stored, K and V each rounded up to
-    SCRATCH_ALIGNMENT; a row that is forced to attend a token may need one entry more than it names.
+    SCRATCH_ALIGNMENT; a row that is forced to attend a token may need one entry more than it names. Bytes that two
+    tokens share (int4 packed along tokens) are written for each of them.
     """
     partials = partial_bytes(spec.num_tokens, hints.num_splits, spec.num_qo_heads, spec.head_dim_vo)
     split = sum(partials) if hints.num_splits > 1 else 0
@@ -224,7 +225,10 @@ def workspace_bytes(spec: AttentionSpec, hints: Hints, entries: int) -> int:
     slots = (entries + forces * spec.num_rows) * spec.block_size
     copies = slots * (spec.heads_per_list if hints.route is Route.GATHER_HEADS else 1)
     dims = (spec.k_codec, spec.head_dim_qk), (spec.v_codec, spec.head_dim_vo)
-    scratch = (copies * stored_bytes(spec, codec, head_dim) for codec, head_dim in dims)
+    shared = [2 if codec and codec.nibble_axis == "token" else 1 for codec, _ in dims]
+    scratch = (
+        copies * stored_bytes(spec, codec, head_dim * n) for n, (codec, head_dim) in zip(shared, dims, strict=True)
+    )
     return split + sum(math.ceil(each / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for each in scratch)
 
 

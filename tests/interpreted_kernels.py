@@ -17,17 +17,22 @@ from sacts.kernels_under_test.paged.terms import epilogue, keeps
 SEED, THRESHOLD, UIDS = 0xFEDCBA9876543210, 1 << 30, (7, 2**32 - 1)
 KEYS, QUERY, HEADS = 64, -3, 16  # a query that stands before its request's first key
 STEP, LARGEST = 0.0625, 127.0
-CODES = {"int8": torch.int8, "fp8_e4m3fn": torch.uint8, "fp8_e5m2": torch.uint8, "int4": torch.uint8}
+CODES = {
+    "int8": torch.int8,
+    **dict.fromkeys(("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "int4", "int4_high"), torch.uint8),
+    **dict.fromkeys(("int4_token", "int4_token_high"), torch.uint8),
+}
 EPILOGUES = ("fp16", "bf16", "relu", "sigmoid", "silu", "tanh", "low_bit", "gate")
 
 
 @triton.jit
 def decode_all(code_ptr, value_ptr, CODEC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The 256 codes as one row of 256 channels; of int4 both nibbles of each byte, in two neighbours."""
-    per_byte: tl.constexpr = 2 if CODEC == "int4" else 1
+    """The 256 codes as 256 channels of two tokens, [2, 256]; of int4 along dim [2, 512], both nibbles of each byte."""
+    per_byte: tl.constexpr = 2 if (CODEC == "int4" or CODEC == "int4_high") else 1
     dim = tl.arange(0, 256 * per_byte)
-    code = tl.load(code_ptr + (dim // per_byte)[None, :])
-    tl.store(value_ptr + dim[None, :], decoded(code, dim, CODEC))
+    offset = tl.arange(0, 2)
+    code = tl.load(code_ptr + 0 * offset[:, None] + (dim // per_byte)[None, :])
+    tl.store(value_ptr + offset[:, None] * 256 * per_byte + dim[None, :], decoded(code, dim, offset, CODEC))
 
 
 @triton.jit
@@ -56,7 +61,7 @@ def inputs() -> torch.Tensor:
 def main(path: str) -> None:
     made: dict[str, torch.Tensor] = {"x": inputs()}
     for codec, dtype in CODES.items():
-        value = torch.zeros(512 if codec == "int4" else 256)
+        value = torch.zeros(2, 512 if codec in ("int4", "int4_high") else 256)
         decode_all[(1,)](torch.arange(256, dtype=torch.uint8).view(dtype), value, codec)
         made[codec] = value
     for kind in EPILOGUES:

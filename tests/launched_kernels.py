@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import product
 from typing import Any
 
 import torch
@@ -52,6 +53,45 @@ def sized(adapter: Adapter, case: Case, extra: int) -> dict[str, Any]:
     return {"asked": asked, "broken": workspace.broken(), "sum": float(case.lse.double().sum())}
 
 
+def repacked(case: Case, axis: str, *, low_first: bool) -> Case:
+    """The same codes of K and V, bytes of two along dim and the first in the low nibble, packed otherwise."""
+    place = {"dim": 3, "token": 1}[axis]
+
+    def turned(cache: torch.Tensor, length: int) -> torch.Tensor:
+        codes = torch.stack((cache & 15, cache >> 4), dim=-1).flatten(3)[..., :length].movedim(place, -1)
+        codes = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2))
+        first, second = codes[..., 0::2], codes[..., 1::2]
+        packed = first | second << 4 if low_first else second | first << 4
+        return packed.movedim(-1, place).contiguous()
+
+    codecs = [
+        replace(codec, nibble_axis=axis, low_nibble_first=low_first)
+        for codec in (case.spec.k_codec, case.spec.v_codec)
+        if codec is not None
+    ]
+    return replace(
+        case,
+        spec=replace(case.spec, k_codec=codecs[0], v_codec=codecs[1]),
+        k_cache=turned(case.k_cache, case.spec.head_dim_qk),
+        v_cache=turned(case.v_cache, case.spec.head_dim_vo),
+    )
+
+
+def packings(adapter: Adapter, case: Case) -> dict[str, str]:
+    """A hash of out and lse, by how int4 is packed and by route."""
+    found = {}
+    for axis, low_first in product(("dim", "token"), (True, False)):
+        other = repacked(case, axis, low_first=low_first)
+        for route in Route:
+            other = replace(other, hints=replace(other.hints, route=route))
+            space = torch.empty(adapter.workspace_bytes(other), dtype=torch.uint8)
+            outputs = adapter.run(replace(other, workspace=space))
+            assert outputs.lse is not None
+            both = outputs.out.view(torch.uint8).numpy().tobytes() + outputs.lse.numpy().tobytes()
+            found[f"{axis} {low_first} {route}"] = blake2b(both, digest_size=8).hexdigest()
+    return found
+
+
 def main(cells: list[str]) -> None:
     adapter = Adapter()
     launcher = Launcher(Backend(adapter), "cpu")
@@ -62,6 +102,7 @@ def main(cells: list[str]) -> None:
         said = {
             "cell": cell,
             "bits": bits(launcher, cell),
+            "packings": packings(adapter, cases[0]) if "kcodec:int4/vcodec:int4" in cell else {},
             "sized": [[sized(adapter, case, extra) for extra in (0, 5, -1)] for case in cases[:2]],
         }
         print(json.dumps(said), flush=True)

@@ -108,7 +108,7 @@ def test_the_audit_itself_can_fail(entry: Entry, seen: list[Record], caught: boo
 
 def test_a_patch_that_no_longer_fits_is_refused() -> None:
     stale = replace(next(iter(faults.catalogue().values())), name="stale", find="text that stands nowhere")
-    with pytest.raises(faults.FaultError, match=r"0 places in plan\.py read 'text that stands nowhere', expected 1"):
+    with pytest.raises(faults.FaultError, match=r"0 places in index\.py read 'text that stands nowhere', expected 1"):
         faults.seed(stale)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacts.conformance.adapter import Backend, Case, Refused
 from sacts.conformance.build import build
@@ -69,17 +71,35 @@ def test_it_needs_no_workspace_and_is_counted_under_its_path() -> None:
     assert Adapter().counters() == {}
 
 
-def test_it_is_refused_where_a_graph_records_and_has_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+class Reads(TorchDispatchMode):
+    """The operations that read the device on the host, or may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if name in ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique2"):
+            self.names.append(name)
+        boolean = [x for x in args[1] if x is not None and x.dtype is torch.bool] if name == "aten.index" else []
+        self.names += ["aten.index by a mask"] * len(boolean)
+        return func(*args, **kwargs or {})
+
+
+def test_what_is_read_on_the_host_is_read_in_the_plan_so_that_a_graph_can_record_the_run() -> None:
     adapter = Adapter()
     case = case_of(adapter, FallbackReason.DENSE)
-    plan = adapter.plan(case)
-    with pytest.raises(Refused, match=r"fallback\(dense\) has no tiles to trace"):
-        adapter.trace(case, plan)
-    for name in ("is_available", "is_current_stream_capturing"):
-        monkeypatch.setattr(torch.cuda, name, lambda: True)
-    with pytest.raises(Refused, match=r"fallback\(dense\) reads its lists on the host, which no graph can record"):
+    with Reads() as planned:
+        plan = adapter.plan(case)
+    with Reads() as run:
         adapter.run(case, plan)
-    assert case.lse.isnan().all() and not adapter.counters()
+    assert planned.names and not run.names
+
+
+def test_it_has_no_trace() -> None:
+    with pytest.raises(Refused, match=r"fallback\(dense\) has no tiles to trace"):
+        Adapter().trace(case_of(Adapter(), FallbackReason.DENSE))
 
 
 def test_a_plan_of_another_case_is_refused_there_too() -> None:
@@ -88,3 +108,5 @@ def test_a_plan_of_another_case_is_refused_there_too() -> None:
     plan = adapter.plan(replace(case, spec=replace(case.spec, window_left=3)))
     with pytest.raises(Refused, match=r"spec.window_left: planned for 3, got -1"):
         adapter.run(case, plan)
+    with pytest.raises(Refused, match=r"fallback: planned for None, got dense"):
+        adapter.run(case, adapter.plan(replace(case, fallback=None)))

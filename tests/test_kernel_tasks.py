@@ -25,6 +25,7 @@ from sacts.kernels_under_test.paged import adapter as paged
 from sacts.kernels_under_test.paged import gather, kernels, merge
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.kernels_under_test.paged.tasks import Tasks, shuffled, tasks_of
+from sacts.kernels_under_test.paged.workspace import needed_bytes
 from sacts.matrices.cell import parse
 from sacts.reference.costs import workspace_bytes
 from sacts.reference.spec import Hints, Route, Schedule
@@ -219,12 +220,14 @@ def test_run_allocates_nothing_and_reads_nothing_on_the_host(
 
 # --- what is launched
 
+PACKED = "decode/fp32/kv:41+30/dim:80/kcodec:int4/vcodec:int4/scales:page_channel/zeros:on"
 CELLS = (
     "decode/bf16/kv:150+9+40/splits:3/tile:16",
     "prefill/fp16/kv:40+9/q:4+2/block:16/causal:bottom_right/splits:2/tile:16",
     "decode/bf16/kv:40+21/pattern:empty",
     "decode/bf16/kv:90+9/heads:8-2/splits:2/tile:32/epilogue:gate/lists:query_head",
     "decode/fp32/kv:60+40/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page/zeros:on",
+    PACKED,
 )
 
 
@@ -247,6 +250,24 @@ def test_schedules_and_routes_yield_the_same_bits(launched: dict[str, Any], cell
         "persistent gather_heads",
     ]
     assert len(set(bits.values())) == 1, bits
+
+
+def test_however_two_codes_share_a_byte_the_bits_are_the_same(launched: dict[str, Any]) -> None:
+    bits = launched[PACKED]["packings"]
+    assert len(bits) == 12
+    assert len(set(bits.values())) == 1, bits
+
+
+@pytest.mark.parametrize("packed", ["dim", "token"])
+def test_scratch_holds_the_bytes_that_two_tokens_share_for_each(packed: str) -> None:
+    case = case_of("decode/bf16/kv:40+21/dim:80/kcodec:int4/vcodec:int8")
+    codec = case.spec.k_codec
+    assert codec is not None
+    spec = replace(case.spec, k_codec=replace(codec, nibble_axis=packed))
+    case = replace(case, spec=spec, hints=replace(case.hints, route=Route.GATHER))
+    slots, k = len(case.kv_indices), 40 if packed == "dim" else 80
+    asked = needed_bytes(case, fp32_out=False)
+    assert asked == workspace_bytes(spec, case.hints, slots) == -(-slots * k // 16) * 16 + slots * 80
 
 
 @pytest.mark.parametrize("cell", CELLS)

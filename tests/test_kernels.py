@@ -89,18 +89,28 @@ def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
 
 @pytest.mark.parametrize(
     ("codec", "dtype"),
-    [("int8", torch.int8), ("fp8_e4m3fn", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)],
+    [
+        ("int8", torch.int8),
+        ("fp8_e4m3fn", torch.float8_e4m3fn),
+        ("fp8_e4m3fnuz", torch.float8_e4m3fnuz),
+        ("fp8_e5m2", torch.float8_e5m2),
+    ],
 )
 def test_every_code_is_what_torch_reads_nan_and_infinity_too(made: Made, codec: str, dtype: torch.dtype) -> None:
     right = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
-    np.testing.assert_array_equal(made[codec], right)
     number = ~np.isnan(right)
-    np.testing.assert_array_equal(np.signbit(made[codec][number]), np.signbit(right[number]))
+    for token in made[codec]:
+        np.testing.assert_array_equal(token, right)
+        np.testing.assert_array_equal(np.signbit(token[number]), np.signbit(right[number]))
 
 
-def test_both_nibbles_of_every_byte_are_signed_the_low_one_first(made: Made) -> None:
+@pytest.mark.parametrize(("high", "suffix"), [(False, ""), (True, "_high")])
+def test_both_nibbles_of_every_byte_are_signed_the_first_one_first(made: Made, high: bool, suffix: str) -> None:
     signed = [*range(8), *range(-8, 0)]
-    assert made["int4"].tolist() == [signed[nibble] for byte in range(256) for nibble in (byte % 16, byte // 16)]
+    first, second = ([signed[byte >> shift & 15] for byte in range(256)] for shift in ((4, 0) if high else (0, 4)))
+    along_dim = [value for pair in zip(first, second, strict=True) for value in pair]
+    assert made[f"int4{suffix}"].tolist() == [along_dim, along_dim]
+    assert made[f"int4_token{suffix}"].tolist() == [first, second]
 
 
 def test_axes_that_share_a_scale_have_no_stride() -> None:
@@ -204,7 +214,8 @@ def case_of(spec: AttentionSpec, lists: list[list[int]]) -> Case:
     none = torch.zeros(0)
     entries = torch.tensor([entry for entries in lists for entry in entries], dtype=torch.int32)
     indptr = torch.tensor(np.cumsum([0, *map(len, lists)]), dtype=torch.int32)
-    return Case(spec, Hints(), *[none] * 4, none, none, indptr, entries, none, none, none)
+    table = torch.zeros(len(spec.seq_lens), 8, dtype=torch.int32)
+    return Case(spec, Hints(), *[none] * 3, table, none, none, indptr, entries, none, none, none)
 
 
 def spec_of(**fields: Any) -> AttentionSpec:

@@ -46,9 +46,6 @@ BEYOND: dict[str, dict[str, Any]] = {
 
 
 UNREAD: dict[str, dict[str, Any]] = {
-    "not yet: k_codec fp8_e4m3fnuz": {"k_codec": Codec(CodecFormat.FP8_E4M3FNUZ)},
-    "not yet: v_codec int4 packed along token": {"v_codec": Codec(CodecFormat.INT4, nibble_axis="token")},
-    "not yet: v_codec int4 with the high nibble first": {"v_codec": Codec(CodecFormat.INT4, low_nibble_first=False)},
     "buckets beyond a distance of 65536": {"buckets": RelativeBuckets((0, 65537), ((0.0, 0.0),) * 4)},
     "head_dim_qk above 1024": {"head_dim_qk": 1025},
     "head_dim_vo above 1024": {"head_dim_vo": 2048},

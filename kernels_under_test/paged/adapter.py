@@ -32,8 +32,6 @@ from sacts.reference.numerics import Numerics
 from sacts.reference.spec import (
     AttentionSpec,
     CandidateKind,
-    Codec,
-    CodecFormat,
     DType,
     FallbackReason,
     Route,
@@ -43,6 +41,7 @@ from . import gather, kernels, merge
 from .arguments import (
     INTERPRETED,
     bits,
+    codec_of,
     epilogue_of,
     options,
     programs,
@@ -52,6 +51,7 @@ from .arguments import (
     terms_of,
     tile_of,
 )
+from .index import slots_of
 from .plan import Plan, normalized, plan_of
 from .tables import padded, turns_bytes
 from .trace import NOTHING, recording_of, trace_of
@@ -104,8 +104,6 @@ class Adapter:
             (turns_bytes(spec) > LARGEST_TURNS, f"rope at positions whose table exceeds {LARGEST_TURNS} bytes"),
             (spec.num_branches > 1, "not yet: gated branches"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
-            (unread := _unread(spec.k_codec), f"not yet: k_codec {unread}"),
-            (unread := _unread(spec.v_codec), f"not yet: v_codec {unread}"),
         ):
             if beyond:
                 return refused(reason)
@@ -124,29 +122,36 @@ class Adapter:
         return 0 if case.fallback else needed_bytes(case, fp32_out=INTERPRETED)
 
     def plan(self, case: Case) -> Plan:
-        """Normalise the raw lists on the device, cut their rows into tasks, and make the tables of the terms. Raises
-        Refused as declared.
+        """Normalise the raw lists on the device, cut their rows into tasks, and make the tables of the terms; for a
+        fallback its masks. Raises Refused as declared.
         """
         self._check(case)
-        return plan_of(case, tile_of(case.spec, case.hints.kv_tile))
+        plan = plan_of(case, tile_of(case.spec, case.hints.kv_tile))
+        if not case.fallback:
+            return plan
+        masks = sdpa.masks_of(replace(case, kv_indptr=plan.kv_indptr, kv_indices=plan.kv_indices))
+        return replace(plan, masks=tuple(masks))
 
     def normalize(self, case: Case) -> Normalized:
-        """The lists that `plan` makes, before empty rows get a token; a multiset with its repeats."""
+        """The lists that `plan` makes, before empty rows get a token, and their slots; a multiset with its repeats."""
         lists = normalized(case)
-        if case.spec.candidate_kind is not CandidateKind.MULTISET:
-            return Normalized(lists.kv_indptr, lists.kv_indices)
-        named = torch.cat((lists.counts.new_zeros(1), lists.counts.cumsum(0)))[lists.kv_indptr.long()]
-        return Normalized(named, lists.kv_indices.repeat_interleave(lists.counts))
+        indptr, rows, entries = lists.kv_indptr, lists.rows, lists.kv_indices
+        if case.spec.candidate_kind is CandidateKind.MULTISET:
+            indptr = torch.cat((lists.counts.new_zeros(1), lists.counts.cumsum(0)))[indptr.long()]
+            rows, entries = (x.repeat_interleave(lists.counts) for x in (rows, entries))
+        return Normalized(indptr, entries, slots_of(case.spec, case.page_table, rows, entries))
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """Launch the gather kernel where candidates are gathered, the attention kernel, and the merge kernel where rows
-        are split. Raises Refused as declared (`plan` does), for a plan of another case, for a workspace that is too
-        small, and for a fallback within the recording of a graph.
+        are split; or dense attention, where the case must leave these. Raises Refused as declared (`plan` does), for a
+        plan of another case, and for a workspace that is too small.
         """
         plan = plan or self.plan(case)
         plan.made_for.check(case)
         if case.fallback:
-            return self._fall_back(case, plan)
+            outputs = self._dense.run(case, plan.masks)
+            self._runs[str(outputs.path)] += 1
+            return outputs
         space = workspace_of(case, fp32_out=INTERPRETED)
         if plan.tasks.num_tasks:
             self._attend(case, plan, space, NOTHING)
@@ -168,14 +173,6 @@ class Adapter:
         if plan.tasks.num_tasks:
             self._attend(case, plan, workspace_of(case, fp32_out=INTERPRETED), recording.arguments)
         return trace_of(plan.tasks, recording)
-
-    def _fall_back(self, case: Case, plan: Plan) -> Outputs:
-        """Dense attention over the normalised lists, read on the host. Raises Refused where that cannot be."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise Refused(f"fallback({case.fallback}) reads its lists on the host, which no graph can record")
-        outputs = self._dense.run(replace(case, kv_indptr=plan.kv_indptr, kv_indices=plan.kv_indices))
-        self._runs[str(outputs.path)] += 1
-        return outputs
 
     def _attend(self, case: Case, plan: Plan, space: Workspace, traced: dict[str, Any]) -> None:
         """Launch the attention kernel over the tasks, behind the gather kernel where there is scratch."""
@@ -251,6 +248,8 @@ class Adapter:
             spec.list_heads,
             **laid,
             stride_table=case.page_table.stride(0),
+            K_CODEC=codec_of(spec.k_codec),
+            V_CODEC=codec_of(spec.v_codec),
             K_STORED=(k_stored := stored(spec.k_codec, spec.head_dim_qk)),
             V_STORED=(v_stored := stored(spec.v_codec, spec.head_dim_vo)),
             BLOCK_K=padded(k_stored),
@@ -292,14 +291,3 @@ class Adapter:
         support = self.falls_back(case.spec, case.fallback) if case.fallback else self.support(case.spec)
         if support.status == "refused":
             raise Refused(support.reason)
-
-
-def _unread(codec: Codec | None) -> str:
-    """What of a codec the kernel cannot read, in words."""
-    if codec is None:
-        return ""
-    if codec.format is CodecFormat.FP8_E4M3FNUZ:
-        return codec.format
-    if codec.nibble_axis != "dim":
-        return f"{codec.format} packed along {codec.nibble_axis}"
-    return "" if codec.low_nibble_first else f"{codec.format} with the high nibble first"

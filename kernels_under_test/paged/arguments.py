@@ -28,6 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED_PROGRAMS = 3  # that stay, where there is no device whose processors could be counted
 TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
 WIDE = 512  # channels of K and V, padded, beyond which the copies that a pipeline makes of a tile do not fit
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 STAGED_BYTES = 192 << 10  # of all tiles that are on their way
 
 
@@ -57,8 +58,8 @@ def shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
         "BLOCK_SIZE": spec.block_size,
         "CAUSAL": spec.causal is not CausalRule.NONE,
         "WINDOW": spec.window_left >= 0,
-        "K_CODEC": spec.k_codec.format.value if spec.k_codec else "none",
-        "V_CODEC": spec.v_codec.format.value if spec.v_codec else "none",
+        "K_CODEC": codec_of(spec.k_codec),
+        "V_CODEC": codec_of(spec.v_codec),
         "UPCAST": INTERPRETED,
     }
 
@@ -93,9 +94,18 @@ def _loaded(codec: Codec | None, size: int) -> int:
     return 1 + 4 * by_channel * (1 + codec.asymmetric)
 
 
+def codec_of(codec: Codec | None) -> str:
+    """What the kernels decode: a format, and of int4 along what two codes share a byte, and that the first is the high
+    nibble, where it is not as usual.
+    """
+    if codec is None:
+        return "none"
+    return codec.format + "_token" * (codec.nibble_axis == "token") + "_high" * (not codec.low_nibble_first)
+
+
 def bits(cache: Tensor) -> Tensor:
     """A cache; of fp8 its bits, which the kernel decodes itself."""
-    return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
+    return cache.view(torch.uint8) if cache.dtype in FP8 else cache
 
 
 def strides(name: str, laid: tuple[int, ...]) -> dict[str, int]:

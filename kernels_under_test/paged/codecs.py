@@ -7,15 +7,38 @@ import triton.language as tl
 
 
 @triton.jit
-def decoded(code, dim, CODEC: tl.constexpr):
-    """Values of codes [slots, d] of the channels dim [d]: int8, or the bits of fp8 and of two int4 as uint8."""
+def row_of(offset, CODEC: tl.constexpr):
+    """The row of a page that holds the token at offset: two share one where int4 is packed along tokens."""
+    if CODEC == "int4_token" or CODEC == "int4_token_high":
+        offset = offset // 2
+    return offset
+
+
+@triton.jit
+def decoded(code, dim, offset, CODEC: tl.constexpr):
+    """Values of codes [slots, d] of the channels dim [d] of tokens at offset [slots] of their pages: int8, or the bits
+    of fp8 and of two int4 as uint8. int4: the two are neighbours along dim, or along tokens; the first of them is the
+    low nibble, or the high one.
+    """
     if CODEC == "int8":
         value = code.to(tl.float32)
-    elif CODEC == "int4":
-        nibble = (code.to(tl.int32) >> ((dim % 2) * 4)[None, :]) & 15  # the first of two is the low nibble
-        value = ((nibble ^ 8) - 8).to(tl.float32)
+    elif CODEC == "int4" or CODEC == "int4_high":
+        second = (dim % 2)[None, :]
+        if CODEC == "int4_high":
+            second = 1 - second
+        value = signed_nibble(code, second)
+    elif CODEC == "int4_token" or CODEC == "int4_token_high":
+        second = (offset % 2).to(tl.int32)[:, None]
+        if CODEC == "int4_token_high":
+            second = 1 - second
+        value = signed_nibble(code, second)
     elif CODEC == "fp8_e5m2":  # the upper byte of an FP16 number
         value = (code.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif CODEC == "fp8_e4m3fnuz":  # as below, with another exponent bias and one NaN, where -0 would be
+        bits = code.to(tl.int32)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        value = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 128.0
+        value = tl.where(bits == 0x80, float("nan"), value)
     else:
         tl.static_assert(CODEC == "fp8_e4m3fn", "unknown codec")
         bits = code.to(tl.int32)
@@ -23,6 +46,13 @@ def decoded(code, dim, CODEC: tl.constexpr):
         value = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     return value
+
+
+@triton.jit
+def signed_nibble(code, second):
+    """Of each byte the low nibble, or where second is 1 the high one, as a number from -8 to 7."""
+    nibble = (code.to(tl.int32) >> (second * 4)) & 15
+    return ((nibble ^ 8) - 8).to(tl.float32)
 
 
 @triton.jit
@@ -50,9 +80,9 @@ def load_tile(
     if CODEC == "none":
         value = tl.load(slot_ptr[:, None] + dim[None, :], mask=mask, other=0.0)
     else:
-        per_byte: tl.constexpr = 2 if CODEC == "int4" else 1
+        per_byte: tl.constexpr = 2 if (CODEC == "int4" or CODEC == "int4_high") else 1
         code = tl.load(slot_ptr[:, None] + (dim // per_byte)[None, :], mask=mask, other=0)
-        value = decoded(code, dim, CODEC)
+        value = decoded(code, dim, offset, CODEC)
         shared = (page * stride_page + offset * stride_token + head * stride_head)[:, None]
         there = valid[:, None]
         if CHANNELS:

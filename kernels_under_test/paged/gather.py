@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .codecs import row_of
+
 
 @triton.jit(do_not_specialize=["num_work"])
 def gather_kernel(
@@ -25,6 +27,8 @@ def gather_kernel(
     stride_v_token,
     stride_v_head,
     stride_table,
+    K_CODEC: tl.constexpr,
+    V_CODEC: tl.constexpr,
     K_STORED: tl.constexpr,
     V_STORED: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -60,12 +64,12 @@ def gather_kernel(
             page = page.to(tl.int64)
             offset = (t % PAGE_SIZE).to(tl.int64)
             place = (start.to(tl.int64) * BLOCK_SIZE + slot) * COPIES + work % COPIES
-            k_slot = k_ptr + page * stride_k_page + offset * stride_k_token + kv_head * stride_k_head
+            k_slot = k_ptr + page * stride_k_page + row_of(offset, K_CODEC) * stride_k_token + kv_head * stride_k_head
             k_there = (dim_k < K_STORED)[None, :]
             k = tl.load(k_slot[:, None] + dim_k[None, :], mask=committed[:, None] & k_there, other=0)
             k_place = k_scratch_ptr + place[:, None] * K_STORED + dim_k[None, :]
             tl.store(k_place, k, mask=inside[:, None] & k_there)
-            v_slot = v_ptr + page * stride_v_page + offset * stride_v_token + kv_head * stride_v_head
+            v_slot = v_ptr + page * stride_v_page + row_of(offset, V_CODEC) * stride_v_token + kv_head * stride_v_head
             v_there = (dim_v < V_STORED)[None, :]
             v = tl.load(v_slot[:, None] + dim_v[None, :], mask=committed[:, None] & v_there, other=0)
             v_place = v_scratch_ptr + place[:, None] * V_STORED + dim_v[None, :]

@@ -12,7 +12,7 @@ its bf16 arithmetic is wrong and its casts truncate (DESIGN section 10).
 import triton
 import triton.language as tl
 
-from .codecs import load_tile
+from .codecs import load_tile, row_of
 from .terms import epilogue, keeps, tanh, turned, with_sink
 
 
@@ -180,8 +180,8 @@ def attention_kernel(
             # Equation (17): table_n(t // P), then the offset in the page; 64 bits from the page id on.
             page = tl.load(page_table_ptr + request * stride_table + t // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
             offset = (t % PAGE_SIZE).to(tl.int64)
-            k_slot = k_ptr + page * stride_k_page + offset * stride_k_token + kv_head * stride_k_head
-            v_slot = v_ptr + page * stride_v_page + offset * stride_v_token + kv_head * stride_v_head
+            k_slot = k_ptr + page * stride_k_page + row_of(offset, K_CODEC) * stride_k_token + kv_head * stride_k_head
+            v_slot = v_ptr + page * stride_v_page + row_of(offset, V_CODEC) * stride_v_token + kv_head * stride_v_head
             if GATHER:  # scratch holds the slots of the rows one behind the other, each slot once a copy
                 place = (start.to(tl.int64) * BLOCK_SIZE + slot) * copies + work % copies
                 k_slot = k_ptr + place * stride_k_token

@@ -11,27 +11,11 @@ import torch
 from torch import Tensor
 
 from sacts.conformance.adapter import PADDING, Case, Refused
-from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule, FallbackReason, Hints
 
+from .index import Lists, csr, distinct
 from .tables import Tables, tables_of
 from .tasks import Tasks, tasks_of
-
-
-@dataclass(frozen=True)
-class Lists:
-    """CSR over the candidate rows: `kv_indptr` [num_rows + 1] and `kv_indices` [nnz] int32, distinct but for a
-    sequence, which keeps its order; `counts` [nnz]: how often each entry was named.
-    """
-
-    kv_indptr: Tensor
-    kv_indices: Tensor
-    counts: Tensor
-
-    @property
-    def rows(self) -> Tensor:
-        """The row of each entry: [nnz]."""
-        lengths = self.kv_indptr.diff()
-        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
 @dataclass(frozen=True)
@@ -42,6 +26,7 @@ class MadeFor:
     hints: Hints
     entries: int
     device: torch.device
+    fallback: FallbackReason | None
 
     def check(self, case: Case) -> None:
         """Raises Refused, with what was planned and what is given, for a case that the plan was not made for."""
@@ -50,6 +35,7 @@ class MadeFor:
             ("rows", self.spec.num_rows, spec.num_rows),
             ("entries of kv_indices", self.entries, case.kv_indices.numel()),
             ("device", self.device, case.q.device),
+            ("fallback", self.fallback, case.fallback),
             *((f"hint {name}", *_both(self.hints, case.hints, name)) for name in _names(Hints)),
             *((f"spec.{name}", *_both(self.spec, spec, name)) for name in _names(AttentionSpec)),
         ):
@@ -72,7 +58,7 @@ class Plan:
     `kv_indptr`, `kv_indices`: the normalised lists, of a forced row the entry of its forced token alone. int32
     [num_tokens]: `token_request`, `token_position`. int32 [num_rows]: `forced` (the token, -1 elsewhere),
     `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry; `log2_counts` FP32. `made_for`: the
-    case, as far as it may not change.
+    case, as far as it may not change. `masks`: of a fallback, as `sdpa.masks_of` makes them.
     """
 
     made_for: MadeFor
@@ -86,6 +72,7 @@ class Plan:
     ordinals: Tensor | None = None
     query_ordinals: Tensor | None = None
     log2_counts: Tensor | None = None
+    masks: tuple[Tensor | None, ...] | None = None
 
 
 def plan_of(case: Case, tile: int) -> Plan:
@@ -102,7 +89,7 @@ def plan_of(case: Case, tile: int) -> Plan:
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         ordinals, query_ordinals = _ordinals(spec, lists, token_position, forced)
     return Plan(
-        made_for=MadeFor(spec, case.hints, case.kv_indices.numel(), device),
+        made_for=MadeFor(spec, case.hints, case.kv_indices.numel(), device, case.fallback),
         tasks=tasks_of(lists.kv_indptr, spec.block_size, case.hints, tile),
         kv_indptr=lists.kv_indptr,
         kv_indices=lists.kv_indices,
@@ -123,16 +110,8 @@ def normalized(case: Case) -> Lists:
     real = case.kv_indices != PADDING
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         entries = case.kv_indices[real]
-        return _lists(spec, rows[real], entries, torch.ones_like(entries))
-    keys, counts = torch.unique((rows[real] << 32) + case.kv_indices[real], return_counts=True)
-    return _lists(spec, keys >> 32, keys & 0xFFFFFFFF, counts)
-
-
-def _lists(spec: AttentionSpec, rows: Tensor, entries: Tensor, counts: Tensor) -> Lists:
-    """Entries sorted by row as CSR."""
-    kv_indptr = torch.zeros(spec.num_rows + 1, dtype=torch.int32, device=rows.device)
-    kv_indptr[1:] = torch.bincount(rows, minlength=spec.num_rows).cumsum(0)
-    return Lists(kv_indptr, entries.to(torch.int32), counts)
+        return csr(rows[real], entries, torch.ones_like(entries), spec.num_rows)
+    return distinct(rows[real], case.kv_indices[real], spec.num_rows)
 
 
 def _by_row(spec: AttentionSpec, lists: Lists, token_position: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +146,7 @@ def _with_forced_tokens(spec: AttentionSpec, lists: Lists, token_position: Tenso
     row, order = torch.cat((rows[kept], forced_rows)).sort(stable=True)
     entries = torch.cat((lists.kv_indices[kept], token // spec.block_size))[order]
     counts = torch.cat((lists.counts[kept], torch.ones_like(token)))[order]
-    return _lists(spec, row, entries, counts), forced
+    return csr(row, entries, counts, spec.num_rows), forced
 
 
 def _ordinals(

@@ -46,8 +46,11 @@ def scratch_slots(case: Case) -> int:
 
 
 def stored(codec: Codec | None, head_dim: int) -> int:
-    """Elements of one slot of one head as stored: bytes of two int4, else one a channel."""
-    return -(-head_dim // 2) if codec and codec.format is CodecFormat.INT4 else head_dim
+    """Elements of one slot of one head as stored: bytes of two int4 along it, else one a channel. Bytes that two tokens
+    share are copied with both.
+    """
+    halves = codec is not None and codec.format is CodecFormat.INT4 and codec.nibble_axis == "dim"
+    return -(-head_dim // 2) if halves else head_dim
 
 
 def sizes_of(case: Case, *, fp32_out: bool) -> tuple[int, ...]:
