@@ -5,6 +5,7 @@ backend.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -50,10 +51,11 @@ class Adapter:
         """
         if reason := unserved(case.spec):
             raise Refused(reason)
+        masks = masks_of(case) if plan is None else plan
         if case.gates is None:
-            _attend(case, masks_of(case) if plan is None else plan)
+            _attend(case, masks[0])
         else:
-            _attend_branches(case, case.gates)
+            _attend_branches(case, case.gates, masks)
         path = str(fallback(case.fallback or "dense"))
         self._runs[path] += 1
         return Outputs(case.out, case.lse, path=path)
@@ -106,7 +108,7 @@ class Adapter:
         return made
 
 
-def _attend(case: Case, masks: list[torch.Tensor | None]) -> None:
+def _attend(case: Case, masks: Sequence[torch.Tensor | None]) -> None:
     """Fill out and lse of a case."""
     for request, mask in enumerate(masks):
         if mask is not None:
@@ -114,25 +116,29 @@ def _attend(case: Case, masks: list[torch.Tensor | None]) -> None:
             case.out[tokens], case.lse[tokens] = _dense(case, request, tokens, mask)
 
 
-def _attend_branches(case: Case, gates: torch.Tensor) -> None:
-    """Each branch in FP32, gated and added; lists stand one branch after another."""
+def _attend_branches(case: Case, gates: torch.Tensor, masks: Sequence[Sequence[torch.Tensor | None]]) -> None:
+    """Each branch in FP32, gated and added."""
     spec = replace(case.spec, num_branches=1)
     total = torch.zeros_like(case.out, dtype=torch.float32)
-    for branch in range(case.spec.num_branches):
+    for branch, own in enumerate(masks):
         out, lse = torch.zeros_like(total), torch.zeros_like(case.lse[..., branch])
-        lists = case.kv_indptr[branch * spec.num_rows : (branch + 1) * spec.num_rows + 1]
-        own = replace(case, spec=spec, q=case.q.float(), out=out, lse=lse, kv_indptr=lists)
-        _attend(own, masks_of(own))
+        _attend(replace(case, spec=spec, q=case.q.float(), out=out, lse=lse), own)
         total += gates[..., branch, None] * out
         case.lse[..., branch] = lse
     case.out.copy_(total)
 
 
-def masks_of(case: Case) -> list[torch.Tensor | None]:
-    """Which keys the queries of each request attend, [list_heads, q_len, T] of what stands in the lists, which are read
-    on the host; None for a request without queries.
+def masks_of(case: Case) -> list[list[torch.Tensor | None]]:
+    """By branch and request: which keys its queries attend, [list_heads, q_len, T] of what stands in the lists, which
+    are read on the host; None for a request without queries. The lists stand one branch after another.
     """
-    lists, starts = case.kv_indptr.tolist(), case.spec.qo_indptr
+    spec, lists = case.spec, case.kv_indptr.tolist()
+    starts = [branch * spec.num_rows for branch in range(spec.num_branches)]
+    return [_masks(case, lists[start : start + spec.num_rows + 1]) for start in starts]
+
+
+def _masks(case: Case, lists: list[int]) -> list[torch.Tensor | None]:
+    starts = case.spec.qo_indptr
     masks: list[torch.Tensor | None] = []
     for first, behind, seq_len in zip(starts, starts[1:], case.spec.seq_lens, strict=False):
         rows = [_mask(case, lists, token, seq_len) for token in range(first, behind)]

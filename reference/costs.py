@@ -215,21 +215,25 @@ def workspace_bytes(spec: AttentionSpec, hints: Hints, entries: int) -> int:
     the gather routes one write of K and V of every candidate slot (seed 2.1, the first half of equation (3)), for each
     list or again for each query head that it serves (seed 2.2), as they are stored, K and V each rounded up to
     SCRATCH_ALIGNMENT; a row that is forced to attend a token may need one entry more than it names. Bytes that two
-    tokens share (int4 packed along tokens) are written for each of them.
+    tokens share (int4 packed along tokens) are written for each of them. Several branches count as so many times the
+    rows, and the out and lse of each wait in FP32 until they are gated and added.
     """
-    partials = partial_bytes(spec.num_tokens, hints.num_splits, spec.num_qo_heads, spec.head_dim_vo)
-    split = sum(partials) if hints.num_splits > 1 else 0
+    rows = spec.num_branches * spec.num_tokens
+    partials = partial_bytes(rows, hints.num_splits, spec.num_qo_heads, spec.head_dim_vo)
+    branches = spec.num_branches > 1
+    kept = branches * rows * spec.num_qo_heads * (spec.head_dim_vo + 1) * FP32_BYTES
+    kept += sum(partials) if hints.num_splits > 1 else 0
     if hints.route is Route.DIRECT:
-        return split
+        return kept
     forces = spec.empty_row in (EmptyRowRule.FORCE_SELF, EmptyRowRule.FORCE_SINK_TOKEN)
-    slots = (entries + forces * spec.num_rows) * spec.block_size
+    slots = (entries + forces * spec.num_lists) * spec.block_size
     copies = slots * (spec.heads_per_list if hints.route is Route.GATHER_HEADS else 1)
     dims = (spec.k_codec, spec.head_dim_qk), (spec.v_codec, spec.head_dim_vo)
     shared = [2 if codec and codec.nibble_axis == "token" else 1 for codec, _ in dims]
     scratch = (
         copies * stored_bytes(spec, codec, head_dim * n) for n, (codec, head_dim) in zip(shared, dims, strict=True)
     )
-    return split + sum(math.ceil(each / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for each in scratch)
+    return kept + sum(math.ceil(each / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for each in scratch)
 
 
 def stored_bytes(spec: AttentionSpec, codec: Codec | None, head_dim: int) -> int:

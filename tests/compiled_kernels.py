@@ -21,7 +21,7 @@ from sacts.conformance.adapter import Backend
 from sacts.conformance.build import build
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
-from sacts.kernels_under_test.paged import adapter, gather, kernels, merge
+from sacts.kernels_under_test.paged import adapter, branches, gather, kernels, merge
 from sacts.matrices.cell import parse
 
 POINTERS = {
@@ -83,7 +83,12 @@ class Compiled:
 
 
 def main(cells: list[str], *, traced: bool) -> None:
-    launched = [(kernels, "attention_kernel"), (merge, "merge_kernel"), (gather, "gather_kernel")]
+    launched = [
+        (kernels, "attention_kernel"),
+        (merge, "merge_kernel"),
+        (gather, "gather_kernel"),
+        (branches, "gated_sum_kernel"),
+    ]
     plain = [getattr(module, name) for module, name in launched]
     for cell in cells:
         problem, launcher = build(parse(cell)), Launcher(Backend(made := adapter.Adapter()), "cpu")

@@ -98,6 +98,12 @@ def test_a_workspace_holds_partial_states_and_scratch() -> None:
     assert costs.workspace_bytes(SPEC, Hints(num_splits=2, route=heads), 7) == partials + 3 * (k + v)
     forced = replace(SPEC, empty_row=EmptyRowRule.FORCE_SELF)
     assert costs.workspace_bytes(forced, Hints(route=shared), 7) == (7 + 3 * 2) * 4 * (24 + 16) * 4
+    three = replace(SPEC, num_branches=3)
+    rows = 3 * 3 * 6  # branch x token x head, each with out and lse
+    assert costs.workspace_bytes(three, Hints(), 7) == rows * (16 + 1) * 4
+    assert costs.workspace_bytes(three, Hints(num_splits=2, route=shared), 7) == rows * 17 * 4 + 3 * partials + k + v
+    several = replace(forced, num_branches=3)
+    assert costs.workspace_bytes(several, Hints(route=shared), 7) == rows * 17 * 4 + (7 + 3 * 3 * 2) * 4 * (24 + 16) * 4
     odd = replace(SPEC, head_dim_qk=5, head_dim_vo=5, k_codec=Codec(CodecFormat.INT4), v_codec=Codec(CodecFormat.INT8))
     assert costs.workspace_bytes(odd, Hints(route=shared), 7) == 96 + 144  # 28 x 3 and 28 x 5 bytes, to multiples of 16
 

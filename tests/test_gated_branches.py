@@ -365,7 +365,7 @@ def test_a_refusal_of_branches_is_asked_by_the_folded_spec() -> None:
 
     support = Launcher(Backend(Refusing()), "cpu").support(build(parse(CELL)).spec, 2)
     assert support.status == "refused" and asked[0].num_branches == 2
-    assert Paged().support(asked[0]).reason == "not yet: gated branches"
+    assert Paged().support(asked[0]).status == "native"
 
 
 def test_promised_bits_are_held_whatever_else_is_in_the_batch() -> None:

@@ -37,7 +37,7 @@ from sacts.reference.spec import (
     Route,
 )
 
-from . import gather, kernels, merge
+from . import branches, gather, kernels, merge
 from .arguments import (
     INTERPRETED,
     bits,
@@ -102,7 +102,6 @@ class Adapter:
             (padded(spec.head_dim_qk) > LARGEST_HEAD_DIM, f"head_dim_qk above {LARGEST_HEAD_DIM}"),
             (padded(spec.head_dim_vo) > LARGEST_HEAD_DIM, f"head_dim_vo above {LARGEST_HEAD_DIM}"),
             (turns_bytes(spec) > LARGEST_TURNS, f"rope at positions whose table exceeds {LARGEST_TURNS} bytes"),
-            (spec.num_branches > 1, "not yet: gated branches"),
             (spec.buckets and spec.buckets.first[-1] > LARGEST_REACH, f"buckets beyond a distance of {LARGEST_REACH}"),
         ):
             if beyond:
@@ -130,7 +129,7 @@ class Adapter:
         if not case.fallback:
             return plan
         masks = sdpa.masks_of(replace(case, kv_indptr=plan.kv_indptr, kv_indices=plan.kv_indices))
-        return replace(plan, masks=tuple(masks))
+        return replace(plan, masks=masks)
 
     def normalize(self, case: Case) -> Normalized:
         """The lists that `plan` makes, before empty rows get a token, and their slots; a multiset with its repeats."""
@@ -142,9 +141,9 @@ class Adapter:
         return Normalized(indptr, entries, slots_of(case.spec, case.page_table, rows, entries))
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
-        """Launch the gather kernel where candidates are gathered, the attention kernel, and the merge kernel where rows
-        are split; or dense attention, where the case must leave these. Raises Refused as declared (`plan` does), for a
-        plan of another case, and for a workspace that is too small.
+        """Launch the gather kernel where candidates are gathered, the attention kernel, the merge kernel where rows are
+        split, and that of the gated sum where there are branches; or dense attention, where the case must leave these.
+        Raises Refused as declared (`plan` does), for a plan of another case, and for a workspace that is too small.
         """
         plan = plan or self.plan(case)
         plan.made_for.check(case)
@@ -156,6 +155,7 @@ class Adapter:
         if plan.tasks.num_tasks:
             self._attend(case, plan, space, NOTHING)
             self._merge(case, plan, space)
+            self._add(case, space)
         if space.out is not None:
             case.out.copy_(space.out.view(case.out.shape))
         self._runs["native"] += 1
@@ -198,13 +198,13 @@ class Adapter:
             plan.kv_indices,
             tasks.table,
             work,
-            case.out if space.out is None else space.out,
-            case.lse,
+            *_of_rows(case, space),
             space.m,
             space.l,
             space.o,
             window_left=spec.window_left,
             list_heads=spec.list_heads,
+            num_tokens=spec.num_tokens if spec.num_branches > 1 else None,
             num_splits=case.hints.num_splits,
             **traced,
             **terms_of(spec, plan),
@@ -268,8 +268,7 @@ class Adapter:
         if not rows:
             return
         merge.merge_kernel[(-(-rows // MERGE_ROWS),)](
-            case.out if space.out is None else space.out,
-            case.lse,
+            *_of_rows(case, space),
             space.m,
             space.l,
             space.o,
@@ -286,8 +285,35 @@ class Adapter:
             **epilogue_of(case),
         )
 
+    def _add(self, case: Case, space: Workspace) -> None:
+        """Launch the kernel that gates and adds branches, where there are several."""
+        if case.gates is None:
+            return
+        spec = case.spec
+        rows = spec.num_tokens * spec.num_qo_heads
+        branches.gated_sum_kernel[(-(-rows // MERGE_ROWS),)](
+            case.out if space.out is None else space.out,
+            case.lse,
+            space.branch_out,
+            space.branch_lse,
+            case.gates,
+            num_rows=rows,
+            num_branches=spec.num_branches,
+            HEAD_DIM_VO=spec.head_dim_vo,
+            BLOCK_VO=padded(spec.head_dim_vo),
+            BLOCK_M=MERGE_ROWS,
+            **epilogue_of(case, of_sum=True),
+        )
+
     def _check(self, case: Case) -> None:
         """Raises Refused as declared."""
         support = self.falls_back(case.spec, case.fallback) if case.fallback else self.support(case.spec)
         if support.status == "refused":
             raise Refused(support.reason)
+
+
+def _of_rows(case: Case, space: Workspace) -> tuple[Tensor, Tensor]:
+    """Where out and lse of each row go: of branches into the workspace, one branch behind another."""
+    if space.branch_out is not None and space.branch_lse is not None:
+        return space.branch_out, space.branch_lse
+    return case.out if space.out is None else space.out, case.lse

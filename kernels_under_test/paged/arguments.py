@@ -15,6 +15,7 @@ from sacts.reference.spec import (
     CausalRule,
     Codec,
     DType,
+    Epilogue,
     Hints,
     Route,
     ScaleGranularity,
@@ -155,11 +156,11 @@ def terms_of(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
     }
 
 
-def epilogue_of(case: Case) -> dict[str, Any]:
+def epilogue_of(case: Case, *, of_sum: bool = False) -> dict[str, Any]:
     """Arguments of an epilogue: its kind, the dtype of a cast or the function; its gate; step and largest code of
-    low_bit.
+    low_bit. Where there are branches only their sum has one (`of_sum`).
     """
-    how = case.spec.epilogue
+    how = case.spec.epilogue if of_sum is (case.spec.num_branches > 1) else Epilogue()
     kind = how.dtype or how.function or how.kind
     return {
         "gate_ptr": case.gate,

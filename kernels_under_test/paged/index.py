@@ -43,8 +43,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Lists:
-    """CSR over the candidate rows: `kv_indptr` [num_rows + 1] and `kv_indices` [nnz] int32, distinct but for a
-    sequence, which keeps its order; `counts` [nnz]: how often each entry was named.
+    """CSR over the candidate rows, branch behind branch: `kv_indptr` [num_lists + 1] and `kv_indices` [nnz] int32,
+    distinct but for a sequence, which keeps its order; `counts` [nnz]: how often each entry was named.
     """
 
     kv_indptr: Tensor
@@ -114,8 +114,11 @@ def csr(rows: Tensor, entries: Tensor, counts: Tensor, num_rows: int) -> Lists:
 
 
 def slots_of(spec: AttentionSpec, page_table: Tensor, rows: Tensor, entries: Tensor) -> Tensor:
-    """p(t) of the first token of each entry, equation (17): physical page * page_size + offset, int64 [n]."""
-    request = torch.tensor(spec.token_request, dtype=torch.long, device=rows.device)[rows // spec.list_heads]
+    """p(t) of the first token of each entry, equation (17): physical page * page_size + offset, int64 [n]; `rows` [n]
+    may be those of several branches, one behind another.
+    """
+    token = rows % spec.num_rows // spec.list_heads
+    request = torch.tensor(spec.token_request, dtype=torch.long, device=rows.device)[token]
     t = entries.long() * spec.block_size
     page = page_table[request, t // spec.page_size].long()
     return page * spec.page_size + t % spec.page_size

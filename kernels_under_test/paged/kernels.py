@@ -16,7 +16,7 @@ from .codecs import load_tile, row_of
 from .terms import epilogue, keeps, tanh, turned, with_sink
 
 
-@triton.jit(do_not_specialize=["num_work"])
+@triton.jit(do_not_specialize=["num_work", "num_tokens"])
 def attention_kernel(
     q_ptr,
     k_ptr,
@@ -65,6 +65,7 @@ def attention_kernel(
     epilogue_step,
     epilogue_largest,
     list_heads,
+    num_tokens,
     num_splits,
     stride_q_token,
     stride_q_head,
@@ -119,6 +120,9 @@ def attention_kernel(
         last = tl.load(task + 2)
         split = tl.load(task + 3)
         token = row // list_heads
+        q_token = token
+        if num_tokens is not None:  # rows of branches stand one branch behind another, in every table; q is common
+            q_token = token % num_tokens
         list_head = row % list_heads
         kv_head = list_head // LISTS
         request = tl.load(token_request_ptr + token)
@@ -140,7 +144,7 @@ def attention_kernel(
         query = position  # what position terms take for the query; masks and dropout take its logical position
         if query_ordinals_ptr is not None:
             query = tl.load(query_ordinals_ptr + row)
-        q_row = q_ptr + token.to(tl.int64) * stride_q_token + qo_head[:, None] * stride_q_head
+        q_row = q_ptr + q_token.to(tl.int64) * stride_q_token + qo_head[:, None] * stride_q_head
         dim_k = dim_qk
         if turns_ptr is None:
             q = tl.load(q_row + dim_qk[None, :], mask=q_mask, other=0.0)

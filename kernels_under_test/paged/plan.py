@@ -56,9 +56,10 @@ class Plan:
     """What the kernels read beside the case, all on its device. None: the spec has no such term.
 
     `kv_indptr`, `kv_indices`: the normalised lists, of a forced row the entry of its forced token alone. int32
-    [num_tokens]: `token_request`, `token_position`. int32 [num_rows]: `forced` (the token, -1 elsewhere),
-    `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry; `log2_counts` FP32. `made_for`: the
-    case, as far as it may not change. `masks`: of a fallback, as `sdpa.masks_of` makes them.
+    [num_branches * num_tokens], the same of each branch: `token_request`, `token_position`. int32 [num_lists]: `forced`
+    (the token, -1 elsewhere), `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry;
+    `log2_counts` FP32. `made_for`: the case, as far as it may not change. `masks`: of a fallback, as `sdpa.masks_of`
+    makes them.
     """
 
     made_for: MadeFor
@@ -72,7 +73,7 @@ class Plan:
     ordinals: Tensor | None = None
     query_ordinals: Tensor | None = None
     log2_counts: Tensor | None = None
-    masks: tuple[Tensor | None, ...] | None = None
+    masks: list[list[Tensor | None]] | None = None
 
 
 def plan_of(case: Case, tile: int) -> Plan:
@@ -81,7 +82,8 @@ def plan_of(case: Case, tile: int) -> Plan:
     """
     spec, device = case.spec, case.q.device
     lists = normalized(case)
-    token_position = torch.tensor(spec.token_position, dtype=torch.int32, device=device)
+    token_request = torch.tensor(spec.token_request, dtype=torch.int32, device=device).repeat(spec.num_branches)
+    token_position = torch.tensor(spec.token_position, dtype=torch.int32, device=device).repeat(spec.num_branches)
     forced = None
     if spec.empty_row is not EmptyRowRule.ZERO:
         lists, forced = _with_forced_tokens(spec, lists, token_position)
@@ -93,7 +95,7 @@ def plan_of(case: Case, tile: int) -> Plan:
         tasks=tasks_of(lists.kv_indptr, spec.block_size, case.hints, tile),
         kv_indptr=lists.kv_indptr,
         kv_indices=lists.kv_indices,
-        token_request=torch.tensor(spec.token_request, dtype=torch.int32, device=device),
+        token_request=token_request,
         token_position=token_position,
         tables=tables_of(spec, device),
         forced=forced,
@@ -106,19 +108,19 @@ def plan_of(case: Case, tile: int) -> Plan:
 def normalized(case: Case) -> Lists:
     """N(D, W, A, T) of each row, equation (16): no padding, sorted without repeats, or in the order of a sequence."""
     spec = case.spec
-    rows = torch.repeat_interleave(torch.arange(spec.num_rows, device=case.q.device), case.kv_indptr.diff())
+    rows = torch.repeat_interleave(torch.arange(spec.num_lists, device=case.q.device), case.kv_indptr.diff())
     real = case.kv_indices != PADDING
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         entries = case.kv_indices[real]
-        return csr(rows[real], entries, torch.ones_like(entries), spec.num_rows)
-    return distinct(rows[real], case.kv_indices[real], spec.num_rows)
+        return csr(rows[real], entries, torch.ones_like(entries), spec.num_lists)
+    return distinct(rows[real], case.kv_indices[real], spec.num_lists)
 
 
 def _by_row(spec: AttentionSpec, lists: Lists, token_position: Tensor) -> tuple[Tensor, Tensor]:
     """Position of the query and T, of the row of each entry: [nnz]."""
     token = lists.rows // spec.list_heads
     seq_lens = torch.tensor([spec.seq_lens[request] for request in spec.token_request], device=token.device)
-    return token_position[token].long(), seq_lens[token]
+    return token_position[token].long(), seq_lens.repeat(spec.num_branches)[token]
 
 
 def _with_forced_tokens(spec: AttentionSpec, lists: Lists, token_position: Tensor) -> tuple[Lists, Tensor]:
@@ -133,20 +135,26 @@ def _with_forced_tokens(spec: AttentionSpec, lists: Lists, token_position: Tenso
     if spec.window_left >= 0:
         first = torch.maximum(first, position - spec.window_left)
     rows = lists.rows
-    empty = torch.ones(spec.num_rows, dtype=torch.bool, device=rows.device)
+    empty = torch.ones(spec.num_lists, dtype=torch.bool, device=rows.device)
     empty[rows[first <= last]] = False
     forced_rows = empty.nonzero()[:, 0]
     if spec.empty_row is EmptyRowRule.FORBID and len(forced_rows):
-        raise Refused(f"{spec.row(int(forced_rows[0]))} has no edge, which empty_row forbid forbids")
+        raise Refused(f"{_named(spec, int(forced_rows[0]))} has no edge, which empty_row forbid forbids")
     own = token_position[forced_rows // spec.list_heads]
     token = own if spec.empty_row is EmptyRowRule.FORCE_SELF else torch.zeros_like(own)
-    forced = torch.full((spec.num_rows,), -1, dtype=torch.int32, device=rows.device)
+    forced = torch.full((spec.num_lists,), -1, dtype=torch.int32, device=rows.device)
     forced[forced_rows] = token
     kept = ~empty[rows]
     row, order = torch.cat((rows[kept], forced_rows)).sort(stable=True)
     entries = torch.cat((lists.kv_indices[kept], token // spec.block_size))[order]
     counts = torch.cat((lists.counts[kept], torch.ones_like(token)))[order]
-    return csr(row, entries, counts, spec.num_rows), forced
+    return csr(row, entries, counts, spec.num_lists), forced
+
+
+def _named(spec: AttentionSpec, index: int) -> str:
+    """A row in words, with its branch where there are several."""
+    branch, row = divmod(index, spec.num_rows)
+    return f"{spec.row(row)}{f', branch {branch},' if spec.num_branches > 1 else ''}"
 
 
 def _ordinals(
@@ -167,7 +175,7 @@ def _ordinals(
     query[last >= 0] -= ends_with_own[last[last >= 0]].long()
     if forced is not None:
         ordinals = torch.where(forced[rows] >= 0, -(forced[rows] % spec.block_size), ordinals)
-        own = token_position[torch.arange(spec.num_rows, device=rows.device) // spec.list_heads]
+        own = token_position[torch.arange(spec.num_lists, device=rows.device) // spec.list_heads]
         query = torch.where(forced >= 0, (forced != own).long(), query)
     if spec.query_ordinals:
         query = torch.tensor(spec.query_ordinals, device=rows.device)

@@ -19,8 +19,9 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True)
 class Recording:
-    """The tensors of a trace, by row padded to n tiles of the longest: int32 `tokens` [rows, n * tile], -1 where no
-    edge is; FP32 `logits` [rows, g, n * tile], `m`, `l` [rows, g, n], `o` [rows, g, n, head_dim_vo], in units of log2.
+    """The tensors of a trace, by row (of branches branch behind branch) padded to n tiles of the longest: int32
+    `tokens` [rows, n * tile], -1 where no edge is; FP32 `logits` [rows, g, n * tile], `m`, `l` [rows, g, n], `o`
+    [rows, g, n, head_dim_vo], in units of log2.
     """
 
     tokens: Tensor
@@ -49,9 +50,9 @@ NOTHING: dict[str, Any] = {
 def recording_of(spec: AttentionSpec, tasks: Tasks) -> Recording:
     """Tensors for a trace of these tasks."""
     device, tiles = tasks.table.device, max(1, tasks.longest)
-    rows = spec.num_rows, spec.heads_per_list
+    rows = spec.num_lists, spec.heads_per_list
     return Recording(
-        tokens=torch.full((spec.num_rows, tiles * tasks.tile), -1, dtype=torch.int32, device=device),
+        tokens=torch.full((spec.num_lists, tiles * tasks.tile), -1, dtype=torch.int32, device=device),
         logits=torch.zeros(*rows, tiles * tasks.tile, device=device),
         m=torch.zeros(*rows, tiles, device=device),
         l=torch.zeros(*rows, tiles, device=device),

@@ -1,7 +1,8 @@
 """The workspace: what it holds, how large it is from what the host knows before the plan, and where each part lies.
 
 First the scratch of the gather route, K then V, each rounded up to ALIGNMENT bytes; then FP32: out under the
-interpreter, then partial m, l and o of each output row and split where rows may be split.
+interpreter, out and lse of each branch where there are several, then partial m, l and o of each output row and split
+where rows may be split.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ ALIGNMENT = 16
 @dataclass(frozen=True)
 class Workspace:
     """Views of the workspace. `k`, `v` [scratch slots, elements as stored]: scratch, None where nothing is gathered;
-    FP32 `out`, flat, None where the kernels write into `case.out`; `m`, `l`, `o`: partial states, flat.
+    FP32 `out`, flat, None where the kernels write into `case.out`; `branch_out`, `branch_lse`: of each branch, one
+    behind another, flat, None where there is one; `m`, `l`, `o`: partial states, flat.
     """
 
     k: Tensor | None
     v: Tensor | None
     out: Tensor | None
+    branch_out: Tensor | None
+    branch_lse: Tensor | None
     m: Tensor
     l: Tensor
     o: Tensor
@@ -41,7 +45,7 @@ def scratch_slots(case: Case) -> int:
     """Slots that scratch may need: those of all entries of the raw lists, and of one more of each row that may be
     forced, once a copy.
     """
-    forced = case.spec.num_rows if case.spec.empty_row.forces else 0
+    forced = case.spec.num_lists if case.spec.empty_row.forces else 0
     return (case.kv_indices.numel() + forced) * case.spec.block_size * copies_of(case)
 
 
@@ -54,14 +58,16 @@ def stored(codec: Codec | None, head_dim: int) -> int:
 
 
 def sizes_of(case: Case, *, fp32_out: bool) -> tuple[int, ...]:
-    """Bytes of the scratch of K and V, and of FP32 out, m, l and o."""
+    """Bytes of the scratch of K and V, and of FP32 out, out and lse of branches, m, l and o."""
     spec, splits = case.spec, case.hints.num_splits
     slots, out = scratch_slots(case), case.spec.num_tokens * case.spec.num_qo_heads * 4
     item = 4 if spec.dtype is DType.FP32 else 2
     k = slots * stored(spec.k_codec, spec.head_dim_qk) * (1 if spec.k_codec else item)
     v = slots * stored(spec.v_codec, spec.head_dim_vo) * (1 if spec.v_codec else item)
-    parts = out * splits if splits > 1 else 0
-    return _aligned(k), _aligned(v), out * spec.head_dim_vo * fp32_out, parts, parts, parts * spec.head_dim_vo
+    branches = out * spec.num_branches if spec.num_branches > 1 else 0
+    parts = out * spec.num_branches * splits if splits > 1 else 0
+    row = spec.head_dim_vo
+    return _aligned(k), _aligned(v), out * row * fp32_out, branches * row, branches, parts, parts, parts * row
 
 
 def needed_bytes(case: Case, *, fp32_out: bool) -> int:
@@ -78,11 +84,13 @@ def workspace_of(case: Case, *, fp32_out: bool) -> Workspace:
     flat = case.workspace[k + v :]
     flat = flat[: flat.numel() // 4 * 4].view(torch.float32)  # it may be longer than needed, by any number of bytes
     at = [sum(words[:n]) // 4 for n in range(len(words) + 1)]
-    out, m, l, o = (flat[start:end] for start, end in pairwise(at))
+    out, branch_out, branch_lse, m, l, o = (flat[start:end] for start, end in pairwise(at))
     return Workspace(
         k=_scratch(case, case.workspace[:k], case.k_cache) if k else None,
         v=_scratch(case, case.workspace[k : k + v], case.v_cache) if v else None,
         out=out if fp32_out else None,
+        branch_out=branch_out if case.spec.num_branches > 1 else None,
+        branch_lse=branch_lse if case.spec.num_branches > 1 else None,
         m=m,
         l=l,
         o=o,
