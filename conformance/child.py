@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import BinaryIO
@@ -25,6 +26,7 @@ from .adapter import Backend, Determinism, Refused
 from .branches import told
 from .contract import AdapterRaised, ContractBroken
 from .determinism import Measurement
+from .device import WAITS, crowded, device_is_sound, release
 from .gradients import judge_gradients
 from .judge import blank, judge
 from .launch import Launcher
@@ -133,20 +135,6 @@ _ANSWERS: dict[type, Callable[..., Answer]] = {
     Locate: Located,
 }
 OPTIONAL_MEMBERS = ("capabilities", "support", "workspace_bytes", "plan", "normalize", "trace", "backward")
-
-
-def device_is_sound(device: str) -> bool:
-    """Whether the device still answers; one illegal access poisons a CUDA context for the rest of the process."""
-    if not device.startswith("cuda"):
-        return True
-    import torch
-
-    try:
-        torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).cpu()
-    except RuntimeError:
-        return False
-    return True
 
 
 class Child:
@@ -258,6 +246,20 @@ class Child:
         return Located(verdict.finding, verdict.launches, gradients=verdict.said)
 
     def _judge(self, order: Order) -> Record:
+        """Judged again after a while where other processes have the device's memory."""
+        for seconds in WAITS:
+            record = self._judged(order)
+            if not crowded(record) or not device_is_sound(self._device):
+                break
+            release(self._device)
+            time.sleep(seconds)
+            self._returned()
+        else:
+            record = self._judged(order)
+        release(self._device)
+        return record
+
+    def _judged(self, order: Order) -> Record:
         def failed(verdict: Verdict, sentence: str) -> Record:
             return blank(self._adapter, self._device, order.cell, order.replicate, verdict, sentence)
 

@@ -25,6 +25,7 @@ from . import dither
 from .applicability import keeps_meaning
 
 SHIFT, WITNESS_SHIFT = 96.0, 1024.0  # sizes of the shifting channel of q and K, exact in every dtype
+HUGE, HUGE_ROUNDED = 10.0, 4.0  # q and K; where 16 bits may round K on its way, logits whose error stays below 1
 HOT_KEY = 8.0  # and STALE_VALUE: stale data in slots that belong to no committed token
 
 
@@ -89,9 +90,14 @@ def _at_edges(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Ar
     return q * 2.0 ** -max(0, math.ceil(math.log2(size))), k, v
 
 
+def _huge(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    size = HUGE_ROUNDED if problem.spec.rope or problem.spec.k_codec else HUGE
+    return size * q, size * k, v
+
+
 _VALUES: dict[str, Callable[[Problem, Array, Array, Array], tuple[Array, Array, Array]]] = {
     "gaussian": lambda problem, q, k, v: (q, k, v),
-    "huge": lambda problem, q, k, v: (10 * q, 10 * k, v),
+    "huge": _huge,
     "shifted": lambda problem, q, k, v: (*_shift(q, k, SHIFT), v),
     "equal": lambda problem, q, k, v: (*_equal_keys(q, k), v),
     "scale_edges": _at_edges,

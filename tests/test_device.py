@@ -1,0 +1,66 @@
+"""A device that others fill for a while costs a wait, not a verdict."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from sacts.conformance import child
+from sacts.conformance.device import WAITS, crowded
+from sacts.conformance.judge import blank
+from sacts.reports.records import Record, Verdict
+
+CELL = "decode/fp16/kv:17"
+FULL = "OutOfMemoryError: CUDA out of memory. Tried to allocate 8.00 GiB"
+
+
+def judging(monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> tuple[Record, list[float]]:
+    """The record of a cell whose judgements give these answers in turn, and how long was waited before each."""
+    left, waited = list(answers), list[float]()
+
+    def answer(*_: object) -> Record:
+        found = left.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return blank("x", "cuda:0", CELL, 0, *found)
+
+    monkeypatch.setattr(child, "judge", answer)
+    monkeypatch.setattr(child.Child, "_launcher", lambda *_: None)
+    monkeypatch.setattr(child, "device_is_sound", lambda _: True)
+    monkeypatch.setattr(child, "release", lambda _: None)
+    monkeypatch.setattr(child.time, "sleep", waited.append)
+    served = child.Child(io.BytesIO(), "x", "cuda:0", 1.0, 1.0)
+    record = served._judge(child.Order(CELL, 0, {}))
+    child.faulthandler.cancel_dump_traceback_later()
+    return record, waited
+
+
+def test_a_cell_without_memory_is_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = (Verdict.ERROR, "run(case) raised RuntimeError: Triton Error [CUDA]: out of memory")
+    record, waited = judging(monkeypatch, [raised, RuntimeError(FULL), (Verdict.PASS,)])
+    assert record.verdict is Verdict.PASS
+    assert waited == list(WAITS[:2])
+
+
+def test_memory_that_never_comes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, waited = judging(monkeypatch, [RuntimeError(FULL)] * (len(WAITS) + 1))
+    assert record.verdict is Verdict.SUITE_ERROR
+    assert "out of memory" in record.sentence
+    assert waited == list(WAITS)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "sentence"), [(Verdict.FAIL, "out of memory"), (Verdict.ERROR, "KeyError"), (Verdict.PASS, "")]
+)
+def test_what_is_no_lack_of_memory_is_judged_once(
+    verdict: Verdict, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, waited = judging(monkeypatch, [(verdict, sentence)])
+    assert record.verdict is verdict
+    assert waited == []
+
+
+def test_a_device_of_one_s_own_is_not_waited_for() -> None:
+    assert not crowded(blank("x", "cpu", CELL, 0, Verdict.ERROR, "out of memory"))
