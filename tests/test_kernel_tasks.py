@@ -22,7 +22,7 @@ from sacts.conformance.build import build
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.kernels_under_test.paged import adapter as paged
-from sacts.kernels_under_test.paged import gather, kernels, merge
+from sacts.kernels_under_test.paged import branches, gather, kernels, merge
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.kernels_under_test.paged.tasks import Tasks, shuffled, tasks_of
 from sacts.kernels_under_test.paged.workspace import needed_bytes
@@ -111,7 +111,12 @@ def case_of(cell: str, hints: Hints | None = None) -> Case:
 
 
 CELL = "decode/bf16/kv:40+21/splits:2/tile:32"
-KERNELS = ((kernels, "attention_kernel"), (merge, "merge_kernel"), (gather, "gather_kernel"))
+KERNELS = (
+    (kernels, "attention_kernel"),
+    (merge, "merge_kernel"),
+    (gather, "gather_kernel"),
+    (branches, "gated_sum_kernel"),
+)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +205,13 @@ class Unlaunched:
         "prefill/bf16/kv:60+25/q:3+2/epilogue:gate/lists:query_head",
         "decode/fp32/kv:60+1/dim:80/pattern:all/pos:rope/dropout:25/kind:sequence",
         "decode/fp32/kv:60+40/cache:strided/kcodec:fp8_e5m2/vcodec:int8/scales:page_head",
+        "decode/bf16/kv:90+40/splits:2/tile:16/epilogue:silu/branches:3",
     ],
 )
 def test_run_allocates_nothing_and_reads_nothing_on_the_host(
     monkeypatch: pytest.MonkeyPatch, cell: str, route: Route, schedule: Schedule
 ) -> None:
-    launched = [Unlaunched() for _ in range(3)]
+    launched = [Unlaunched() for _ in KERNELS]
     for (module, name), stub in zip(KERNELS, launched, strict=True):
         monkeypatch.setattr(module, name, stub)
     adapter = Adapter()
@@ -215,7 +221,7 @@ def test_run_allocates_nothing_and_reads_nothing_on_the_host(
         adapter.run(case, plan)
     assert performed.names <= {"aten.slice", "aten.view", "aten.detach"}  # views
     gathers = route is not Route.DIRECT
-    assert [stub.launches for stub in launched] == [1, int("splits" in cell), int(gathers)]
+    assert [stub.launches for stub in launched] == [1, int("splits" in cell), int(gathers), int("branches" in cell)]
 
 
 # --- what is launched
