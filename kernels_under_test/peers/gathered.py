@@ -81,10 +81,10 @@ class Adapter:
 
 
 def numerics() -> dict[DType, Numerics]:
-    """Of PyTorch's kernels: that on the CPU takes a faster exponential, with exp(0) != 1."""
+    """Of PyTorch's kernels: that on the CPU takes a faster exponential."""
     if torch.cuda.is_available():
         return NUMERICS
-    return {dtype: replace(each, u_exp=1.1e-4, unit_p=False) for dtype, each in NUMERICS.items()}
+    return {dtype: replace(each, u_exp=1.1e-4) for dtype, each in NUMERICS.items()}
 
 
 def gather(cache: Tensor, slots: Tensor) -> Tensor:

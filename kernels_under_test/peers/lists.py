@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,7 @@ class Units:
 
 
 def units_of(case: Case) -> Units:
-    """The lists of a case, equal ones of neighbouring tokens once. Raises Refused where a request has no query."""
+    """The lists of a case, equal ones of neighbouring tokens once."""
     spec = case.spec
     counts = case.kv_indptr.diff().view(spec.num_tokens, spec.list_heads).long()
     longest = max(1, int(counts.max()))
@@ -47,12 +48,9 @@ def units_of(case: Case) -> Units:
 
 
 def _query_block(entries: Tensor, request: Tensor) -> int:
-    """The largest number of neighbours that share lists throughout: 1 where runs differ in length."""
+    """The largest number of neighbours that share lists throughout; equal lists of two blocks do not join them."""
     changed = (entries[1:] != entries[:-1]).flatten(1).any(1) | (request[1:] != request[:-1])
-    starts = (changed.nonzero()[:, 0] + 1).tolist()
-    tokens = len(request)
-    block = int(starts[0]) if starts else tokens
-    return block if starts == list(range(block, tokens, block)) and tokens % block == 0 else 1
+    return math.gcd(len(request), *(changed.nonzero()[:, 0] + 1).tolist())
 
 
 def whole_blocks(case: Case) -> None:

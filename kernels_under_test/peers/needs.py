@@ -11,8 +11,8 @@ from sacts.reference.spec import AttentionSpec, DType, ListsPer
 
 from ..served import unserved
 
-# Online softmax with an exponential of exp2, from P that is 1 at the maximum; rows are cut as the library likes.
-NUMERICS = {dtype: Numerics(p=dtype, out=dtype, unit_p=True, splits=True) for dtype in (DType.FP16, DType.BF16)}
+# P and out in the dtype of the inputs, FP32 between; rows are cut as the library likes. No more is documented of them.
+NUMERICS = {dtype: Numerics(p=dtype, out=dtype, splits=True) for dtype in (DType.FP16, DType.BF16)}
 
 
 class Missing(ImportError):
