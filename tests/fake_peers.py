@@ -96,14 +96,12 @@ def flash_dense_attn_with_kvcache_func(
     v: Tensor,
     *,
     softmax_scale: float,
-    page_table: Tensor | None,
     gather_kv_indices: Tensor,
     out: Tensor,
 ) -> Tensor:
     for request, t in enumerate(gather_kv_indices.long()):
         t = t[t >= 0]
-        where = (request, t) if page_table is None else (page_table[request, t // k.shape[1]].long(), t % k.shape[1])
-        out[request] = attention(q[request, None], k[where], v[where], softmax_scale)[0][0].to(out.dtype)
+        out[request] = attention(q[request, None], k[request, t], v[request, t], softmax_scale)[0][0].to(out.dtype)
     return out
 
 

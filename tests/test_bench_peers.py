@@ -80,13 +80,20 @@ def test_page_lists_for_flashinfer_name_what_is_attended(monkeypatch: pytest.Mon
     assert verdict(flashinfer.Adapter(), name) == (Verdict.REFUSED if reason else Verdict.PASS, reason)
 
 
-@pytest.mark.parametrize("name", ["decode-tokens", "decode-tokens-16k", "decode-pages"])
+FLASH_SPARSE = {
+    "decode-tokens-16k": "",
+    "decode-tokens": "KV that is not contiguous",
+    "decode-pages": "block_size 16: it gathers tokens",
+}
+
+
+@pytest.mark.parametrize("name", FLASH_SPARSE)
 def test_tokens_for_flash_sparse_attn_name_what_is_attended(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(flash_sparse, "a_gpu", lambda peer: None)
     monkeypatch.setattr(flash_sparse, "package", lambda *names: fake_peers)
     monkeypatch.setattr(flash_sparse, "STUBS", {})
-    refused = (Verdict.REFUSED, "block_size 16: it gathers tokens")
-    assert verdict(flash_sparse.Adapter(), name) == (refused if name == "decode-pages" else (Verdict.PASS, ""))
+    reason = FLASH_SPARSE[name]
+    assert verdict(flash_sparse.Adapter(), name) == (Verdict.REFUSED if reason else Verdict.PASS, reason)
 
 
 def test_blocks_for_nsa_name_what_is_attended(monkeypatch: pytest.MonkeyPatch) -> None:

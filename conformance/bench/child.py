@@ -7,6 +7,7 @@ prints goes to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -121,7 +122,8 @@ class Timer:
         finally:
             gc.collect()
             if self._device.startswith("cuda"):
-                torch.cuda.empty_cache()
+                with contextlib.suppress(RuntimeError):  # of a poisoned context, which the row tells
+                    torch.cuda.empty_cache()
 
     def _timed(self, scenario: Scenario, order: Order, blank: Row) -> Row:
         self._ceilings = self._ceilings or ceilings.measure(self._device, self._clock)
@@ -210,7 +212,7 @@ def main() -> None:
     orders, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(int(fd), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    if device.startswith("cuda"):
+    if device.startswith("cuda:"):
         torch.cuda.set_device(torch.device(device))
     serve(orders, replies, adapter, device)
 

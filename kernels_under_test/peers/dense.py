@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from sacts.conformance.adapter import Capabilities, Case, Outputs, Refused, Support, fallback, refused
 from sacts.reference.spec import AttentionSpec, CausalRule
 
-from .gathered import attend, numerics
+from .gathered import Mask, attend, numerics
 from .lists import contiguous_pages, tokens_of, units_of
 from .needs import beyond, refuse
 
@@ -19,10 +18,10 @@ LARGEST_MASK = 1 << 33  # elements
 
 @dataclass(frozen=True)
 class Plan:
-    """`pages`: where the requests lie; mask [requests, num_kv_heads or 1, q_len * group_size, T]."""
+    """`pages`: where the requests lie; `mask`: of [requests, num_kv_heads or 1, q_len * group_size, T]."""
 
     pages: slice
-    mask: Tensor
+    mask: Mask
 
 
 class Adapter:
@@ -57,7 +56,7 @@ class Adapter:
             position = torch.tensor(spec.token_position, device=t.device)
             mask &= torch.arange(seq_len, device=t.device) <= position[:, None, None]
         mask = mask.unflatten(0, (spec.num_requests, -1)).transpose(1, 2)
-        return Plan(pages, mask.repeat_interleave(spec.group_size, dim=2))
+        return Plan(pages, Mask.of(mask.repeat_interleave(spec.group_size, dim=2)))
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """One call. Raises Refused as declared."""

@@ -26,10 +26,10 @@ STUBS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """tokens int32 [requests, k], -1 behind the last; `pages`: of contiguous KV, None where it is paged."""
+    """tokens int32 [requests, k], -1 behind the last; `pages`: where the requests lie."""
 
     tokens: Tensor
-    pages: slice | None
+    pages: slice
 
 
 class Adapter:
@@ -61,22 +61,16 @@ class Adapter:
         units = units_of(case)
         if not units.shared:
             raise Refused("lists per KV head")
-        whole = all(seq_len == case.spec.page_size for seq_len in case.spec.seq_lens)
-        pages = contiguous_pages(case) if whole else None
-        return Plan(units.entries[:, 0].int().contiguous(), pages)
+        return Plan(units.entries[:, 0].int().contiguous(), contiguous_pages(case))
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """One call. Raises Refused as declared."""
         plan = plan or self.plan(case)
-        k, v = case.k_cache, case.v_cache
-        if plan.pages is not None:
-            k, v = k[plan.pages], v[plan.pages]
         out = self._library.flash_dense_attn_with_kvcache_func(
             case.q,
-            k,
-            v,
+            case.k_cache[plan.pages],
+            case.v_cache[plan.pages],
             softmax_scale=case.spec.sm_scale,
-            page_table=None if plan.pages is not None else case.page_table,
             gather_kv_indices=plan.tokens,
             out=case.out,
         )
@@ -87,6 +81,8 @@ def _beyond(spec: AttentionSpec) -> str:
     return beyond(
         spec,
         (spec.block_size > 1, f"block_size {spec.block_size}: it gathers tokens"),
+        # Of paged KV it takes the list and attends all tokens.
+        (any(seq_len != spec.page_size for seq_len in spec.seq_lens), "KV that is not contiguous"),
         (any(qo_len != 1 for qo_len in spec.qo_lens), "more than one query a request"),
         (spec.causal is not CausalRule.NONE, f"causal {spec.causal}"),
     )

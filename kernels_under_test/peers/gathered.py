@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +12,42 @@ from sacts.conformance.adapter import NATIVE, Capabilities, Case, Outputs, Suppo
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import AttentionSpec, CausalRule, DType
 
-from .lists import Units, tokens_of, units_of
+from .lists import tokens_of, units_of
 from .needs import NUMERICS, beyond, refuse
 
 COPIED_BYTES = 4 << 30  # of K and V at a time
 
 
 @dataclass(frozen=True)
-class Plan:
-    """slots [units, num_kv_heads, slots]: physical; mask [units, num_kv_heads, query_block * group_size or 1, slots],
-    None where every query sees every slot; `step`: units at a time.
+class Mask:
+    """seen [units, num_kv_heads, rows or 1, slots], where a row that sees nothing sees all; empty [units, num_kv_heads,
+    rows or 1, 1]: those rows, None where there are none.
     """
 
-    units: Units
-    slots: Tensor
-    mask: Tensor | None
+    seen: Tensor
+    empty: Tensor | None
+
+    @classmethod
+    def of(cls, seen: Tensor) -> Mask:
+        """From what each row sees."""
+        empty = ~seen.any(dim=-1, keepdim=True)
+        return cls(seen | empty, empty) if bool(empty.any()) else cls(seen, None)
+
+    def part(self, some: slice) -> Mask:
+        """Of some units."""
+        return Mask(self.seen[some], None if self.empty is None else self.empty[some])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """page, offset [units, num_kv_heads, slots]: where each slot lies; `mask`: None where every query sees every slot;
+    `step`: units at a time.
+    """
+
+    query_block: int
+    page: Tensor
+    offset: Tensor
+    mask: Mask | None
     step: int
 
 
@@ -55,26 +75,28 @@ class Adapter:
         units = units_of(case)
         t, there = tokens_of(case, units)
         page = case.page_table.long()[units.request[:, None, None], t // spec.page_size]
-        slots = torch.where(there, page * spec.page_size + t % spec.page_size, 0)
+        page, offset = torch.where(there, page, 0), torch.where(there, t % spec.page_size, 0)
         mask = None if bool(there.all()) and spec.causal is CausalRule.NONE else there[:, :, None]
         if spec.causal is not CausalRule.NONE:
             position = torch.tensor(spec.token_position, device=t.device).view(len(t), 1, -1, 1)
             sees = there[:, :, None] & (t[:, :, None] <= position)
             mask = sees.repeat_interleave(spec.group_size, dim=2)
-        copied = spec.num_kv_heads * slots.shape[2] * (spec.head_dim_qk + spec.head_dim_vo) * case.q.element_size()
-        return Plan(units, slots, mask, max(1, COPIED_BYTES // max(1, copied)))
+        copied = spec.num_kv_heads * page.shape[2] * (spec.head_dim_qk + spec.head_dim_vo) * case.q.element_size()
+        step = max(1, COPIED_BYTES // max(1, copied))
+        return Plan(units.query_block, page, offset, None if mask is None else Mask.of(mask), step)
 
     def run(self, case: Case, plan: Plan | None = None) -> Outputs:
         """Units at a time, each with its queries and their heads as one row of queries. Raises Refused as declared."""
         plan = plan or self.plan(case)
-        spec, block = case.spec, plan.units.query_block
+        spec, block = case.spec, plan.query_block
         shape = (-1, block, spec.num_kv_heads, spec.group_size)
         q, out = (x.view(*shape, x.shape[-1]) for x in (case.q, case.out))
-        for at in range(0, len(plan.slots), plan.step):
+        head = torch.arange(spec.num_kv_heads, device=case.q.device)[:, None]
+        for at in range(0, len(plan.page), plan.step):
             some = slice(at, at + plan.step)
-            k, v = (gather(cache, plan.slots[some]) for cache in (case.k_cache, case.v_cache))
+            k, v = (cache[plan.page[some], plan.offset[some], head] for cache in (case.k_cache, case.v_cache))
             rows = q[some].transpose(1, 2).flatten(2, 3)
-            mask = None if plan.mask is None else plan.mask[some]
+            mask = None if plan.mask is None else plan.mask.part(some)
             found = attend(rows, k, v, mask, spec.sm_scale)
             out[some] = found.unflatten(2, (block, spec.group_size)).transpose(1, 2)
         return Outputs(case.out, path="native")
@@ -87,17 +109,10 @@ def numerics() -> dict[DType, Numerics]:
     return {dtype: replace(each, u_exp=1.1e-4) for dtype, each in NUMERICS.items()}
 
 
-def gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """[units, num_kv_heads, slots, d] of a cache [pages, page_size, num_kv_heads, d]."""
-    page_size, heads = cache.shape[1:3]
-    head = torch.arange(heads, device=slots.device)[:, None]
-    return cache[slots // page_size, slots % page_size, head]
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """PyTorch's attention; rows without a key are 0. mask [.., rows or 1, slots]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> Tensor:
+    """PyTorch's attention of q [units, num_kv_heads, rows, d]; rows that see nothing are 0."""
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    some: Any = mask.any(dim=-1, keepdim=True)
-    whole = (mask | ~some).expand(*q.shape[:3], k.shape[2])
-    return torch.where(some, F.scaled_dot_product_attention(q, k, v, whole, scale=scale), 0)
+    seen = mask.seen.expand(*q.shape[:3], k.shape[2])
+    out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+    return out if mask.empty is None else torch.where(mask.empty, 0, out)
