@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -107,6 +111,23 @@ def test_too_good_to_be_true_is_a_finding() -> None:
     assert "4e+04 GB/s" in too_good(row("decode-pages", "triton", 0.26, replayed=0.025))
     assert too_good(row("prefill-16k", "triton", 1, work=6e11)) == ""
     assert "where the ceiling is 700 TFLOP/s" in too_good(row("prefill-16k", "triton", 1, work=8e11))
+
+
+def test_loads_are_a_share_of_what_the_l2_delivers() -> None:
+    fields = {"loaded": 3e9, "ceilings": Ceilings(4e12, 4e12, 7e14, l2=6e12)}
+    found = msgspec.structs.replace(row("prefill-per-token", "triton", 1.0, work=7e10), **fields)
+    assert found.l2_share == pytest.approx(0.5)
+    assert records.cells(found)[8] == "10.0 %, L2 50.0 %"
+    assert row("prefill-per-token", "triton", 1.0).l2_share == 0
+
+
+def test_the_l2_kernel_reads_every_byte_that_is_counted() -> None:
+    code = "from sacts.conformance.bench.l2 import reading; read, size = reading('cpu'); print(size, read().tolist())"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    blocks, programs, rounds = 4, 3, 5
+    sums = [4096 * sum((program + turn * programs) % blocks for turn in range(rounds)) for program in range(programs)]
+    assert done.stdout.strip() == f"{programs * rounds * 4096 * 4} {sums}"
 
 
 def test_rows_survive_their_file(tmp_path: Path) -> None:

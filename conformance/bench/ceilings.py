@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import timing
+from . import l2, timing
 from .timing import Clock
 
 COPY_BYTES, TINY_COPY_BYTES = 4 << 30, 1 << 20  # of the source; far beyond the L2
@@ -18,12 +18,13 @@ SECONDS = 0.5
 @dataclass(frozen=True)
 class Ceilings:
     """Bytes per second of a copy (read and written bytes together) and of a sum that only reads; FLOP/s of a square
-    BF16 product.
+    BF16 product; bytes per second that the L2 delivers, 0 where that was not measured.
     """
 
     copy: float
     read: float
     gemm: float
+    l2: float = 0.0
 
     @property
     def bandwidth(self) -> float:
@@ -36,7 +37,14 @@ def measure(device: str, clock: Clock) -> Ceilings:
     on_gpu = device.startswith("cuda")
     size = COPY_BYTES if on_gpu else TINY_COPY_BYTES
     edge = GEMM_SIZE if on_gpu else TINY_GEMM_SIZE
-    return Ceilings(*_bandwidths(size, device, clock), _product(edge, device, clock))
+    return Ceilings(*_bandwidths(size, device, clock), _product(edge, device, clock), _l2(device, clock))
+
+
+def _l2(device: str, clock: Clock) -> float:
+    if not l2.can_read(device):
+        return 0.0
+    read, size = l2.reading(device)
+    return _rate(size, read, clock)
 
 
 def _bandwidths(size: int, device: str, clock: Clock) -> tuple[float, float]:

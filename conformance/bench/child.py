@@ -143,6 +143,7 @@ class Timer:
             verdict=Verdict.FAIL if wrong else Verdict.PASS,
             sentence=wrong,
             work=inputs.work_of(prepared),
+            loaded=prepared.cost.kv_bytes if scenario.sizes(order.tiny).query_block == 1 else 0.0,
             eager=eager,
             plan=plan,
             ceilings=self._ceilings,

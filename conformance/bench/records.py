@@ -19,8 +19,9 @@ TOO_GOOD = 1.05  # times the ceiling; more is no measurement of this work
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One scenario with one adapter. Times in ms; `work`: bytes or FLOPs of a call, as `bound` says; `replayed`: by
-    graph replay, None where the backend declares none; `checked`: rows of timed outputs that were judged; `hints`: as
-    they were given.
+    graph replay, None where the backend declares none; `loaded`: bytes of K and V that reach the processors where every
+    candidate row loads its own, 0 where rows share; `checked`: rows of timed outputs that were judged; `hints`: as they
+    were given.
     """
 
     schema: int = SCHEMA
@@ -32,6 +33,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     bound: Bound = Bound.BYTES
     tiny: bool = False
     work: float = 0.0
+    loaded: float = 0.0
     eager: Times | None = None
     replayed: Times | None = None
     plan: float | None = None
@@ -58,6 +60,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """Work per second of the median run, 0 where there is none."""
         times = self.replayed if replayed else self.eager
         return self.work / (times.median * 1e-3) if times else 0.0
+
+    @property
+    def l2_share(self) -> float:
+        """What is loaded per second, of what the L2 delivers; 0 where that is not known."""
+        known = self.ceilings is not None and self.ceilings.l2 and self.work
+        return self.loaded * self.best / self.work / self.ceilings.l2 if self.ceilings and known else 0.0
 
     @property
     def best(self) -> float:
@@ -144,6 +152,8 @@ def cells(row: Row) -> list[str]:
     eager, replayed = row.eager, row.replayed
     fewer = f" ({eager.events} events)" if eager and eager.events < 1000 else ""
     share = f"{100 * row.best / row.ceiling:.1f} %" if row.best and row.ceiling else ""
+    if row.bound is Bound.FLOPS and row.l2_share:
+        share += f", L2 {100 * row.l2_share:.1f} %"
     sentence = row.sentence.replace("|", "/").replace("\n", " ")
     return [
         row.scenario,

@@ -212,8 +212,8 @@ def _environment(device: str, rows: Sequence[Row]) -> Iterator[str]:
         top = next((row.ceilings for row in rows if row.adapter == adapter and row.ceilings), None)
         if top is not None:
             copy, read = (rate_words(rate, Bound.BYTES) for rate in (top.copy, top.read))
-            yield f"- ceilings in the process of {adapter}: copy {copy}, read {read}, GEMM "
-            yield f"  {rate_words(top.gemm, Bound.FLOPS)}"
+            l2, gemm = rate_words(top.l2, Bound.BYTES), rate_words(top.gemm, Bound.FLOPS)
+            yield f"- ceilings in the process of {adapter}: copy {copy}, read {read}, L2 {l2}, GEMM {gemm}"
 
 
 def _floors(held: Sequence[Held]) -> Iterator[str]:
