@@ -101,11 +101,14 @@ def bench(
     if device == "cpu" and not tiny:
         usage("on cpu only --tiny sizes can be timed: full ones need tens of GiB of GPU memory")
     guests = {PEERS[name]: name for name in (PEERS if peers else peer or [])}
-    rows = list(_rows(adapters, guests, names, device, tiny, seconds, timeout, hints))
-    held = acceptance.held(rows, OURS)
+    rows: list[Row] = []
+    for row in _rows(adapters, guests, names, device, tiny, seconds, timeout, hints):
+        rows.append(row)
+        held = acceptance.held(rows, OURS)
+        rows_of.write(report, rows, _above(device, rows, held))  # again after each row: a long run may be ended
+        if not err.is_terminal:
+            err.print(" ".join(filter(None, rows_of.cells(row))), markup=False, highlight=False)
     _show(rows, held)
-    above = [f"# Bench of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "", *_environment(device, rows), "", *_floors(held)]
-    rows_of.write(report, rows, above)
     out.print(f"{len(rows)} rows: bench.jsonl and bench.md in {report}", markup=False, highlight=False)
     raise typer.Exit(_exit_code(rows, held if floors else [], guests.values()))
 
@@ -202,21 +205,21 @@ def _show(rows: Sequence[Row], held: Sequence[Held]) -> None:
     out.print(table)
 
 
-def _environment(device: str, rows: Sequence[Row]) -> Iterator[str]:
+def _above(device: str, rows: Sequence[Row], held: Sequence[Held]) -> Iterator[str]:
+    """What stands above the table: versions, ceilings, floors."""
     from ..bench.records import rate_words
     from ..bench.scenarios import Bound
     from ..environment import environment
 
+    yield f"# Bench of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n"
     yield "; ".join(f"{name} {value}" for name, value in environment(device).items())
+    yield ""
     for adapter in dict.fromkeys(row.adapter for row in rows):
         top = next((row.ceilings for row in rows if row.adapter == adapter and row.ceilings), None)
         if top is not None:
             copy, read = (rate_words(rate, Bound.BYTES) for rate in (top.copy, top.read))
             l2, gemm = rate_words(top.l2, Bound.BYTES), rate_words(top.gemm, Bound.FLOPS)
             yield f"- ceilings in the process of {adapter}: copy {copy}, read {read}, L2 {l2}, GEMM {gemm}"
-
-
-def _floors(held: Sequence[Held]) -> Iterator[str]:
     for each in held:
         yield f"- {each.floor.scenario} {each.words}"
 
