@@ -8,7 +8,7 @@ import typer
 
 from sacts.reports import records
 
-from . import adapter, audit, detect, determinism, doctor, explain, fuzz, locate, matrix, replay, report, run
+from . import adapter, audit, bench, detect, determinism, doctor, explain, fuzz, locate, matrix, replay, report, run
 
 app = typer.Typer(
     name="sacts",
@@ -18,7 +18,7 @@ app = typer.Typer(
     help="Sparse Attention Conformance Test Suite: is this kernel exactly the function that its interface names?",
     epilog="Exit codes: 0 accepted, 1 failures, 2 usage, 3 incomplete or an error of the suite itself.",
 )
-for module in (run, fuzz, audit, detect, determinism, explain, locate, doctor, replay):
+for module in (run, bench, fuzz, audit, detect, determinism, explain, locate, doctor, replay):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
 app.add_typer(adapter.app, name="adapter")
