@@ -16,6 +16,7 @@ from sacts.conformance.bench import ceilings, child, inputs, scenarios
 from sacts.conformance.bench.child import Order, Timer
 from sacts.conformance.bench.records import Row
 from sacts.conformance.bench.scenarios import SCENARIOS, Bound, Scenario, Sizes
+from sacts.kernels_under_test.peers.needs import NUMERICS
 from sacts.reference import costs
 from sacts.reference.candidates import ValidatedCandidates
 from sacts.reference.spec import Hints
@@ -77,6 +78,14 @@ def test_one_candidate_of_4224_shows_in_the_output_alone(monkeypatch: pytest.Mon
     monkeypatch.setitem(SCENARIOS, "decode-pages", LONG)
     without: Edit = lambda t, row: torch.cat((t[:lost], t[lost + 1 :]))  # noqa: E731
     row = timed(WithoutLse(without), "decode-pages")
+    assert (row.verdict, " out " in row.sentence) == (Verdict.FAIL, True)
+
+
+def test_of_a_backend_that_promises_no_exact_weights_a_lost_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCENARIOS, "decode-pages", LONG)
+    adapter = WithoutLse(lambda t, row: t[16:])
+    adapter.capabilities = Capabilities(numerics=NUMERICS)
+    row = timed(adapter, "decode-pages")
     assert (row.verdict, " out " in row.sentence) == (Verdict.FAIL, True)
 
 
