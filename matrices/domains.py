@@ -52,14 +52,13 @@ class Model:
         numbers = tuple(list(self.levels).index(axis) for axis in axes)
         return Support(numbers, having, (1 << len(known)) - 1)
 
-    @cached_property
-    def cells(self) -> dict[tuple[str, ...], Cell]:
-        """Of each combination of levels of `shards.COST_AXES` that makes one a cell, all else at first levels."""
+    def cells(self, axes: Sequence[str]) -> dict[tuple[str, ...], Cell]:
+        """Of each combination of levels of some axes that makes one a cell, all else at first levels."""
         first = {axis: names[0] for axis, names in self.levels.items()}
         found = {}
-        for names in product(*(self.levels[axis] for axis in shards.COST_AXES)):
+        for names in product(*(self.levels[axis] for axis in axes)):
             try:
-                found[names] = cell_of(first | dict(zip(shards.COST_AXES, names, strict=True)))
+                found[names] = cell_of(first | dict(zip(axes, names, strict=True)))
             except CellError:
                 continue
         return found
@@ -67,7 +66,12 @@ class Model:
     @cached_property
     def costs(self) -> dict[tuple[str, ...], float]:
         """Iterations of a run of each combination of levels of `shards.COST_AXES`."""
-        return {names: shards.of_a_run(cell) for names, cell in self.cells.items()}
+        return {names: shards.of_a_run(cell) for names, cell in self.cells(shards.COST_AXES).items()}
+
+    @cached_property
+    def runs(self) -> dict[tuple[str, ...], int]:
+        """How many runs a launch costs, of each combination of levels of `shards.RUNS_AXES`."""
+        return {names: shards.runs_of(cell) for names, cell in self.cells(shards.RUNS_AXES).items()}
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
@@ -86,12 +90,14 @@ class Model:
 
 
 class Narrowing:
-    """What choices leave open, below a cost."""
+    """What choices leave open, of cells of at most `cap` iterations a run and `runs` runs a launch."""
 
-    def __init__(self, model: Model, cap: float) -> None:
+    def __init__(self, model: Model, cap: float, runs: int) -> None:
         cheap = [names for names, cost in model.costs.items() if cost <= cap]
+        few = [names for names, times in model.runs.items() if times <= runs]
+        costs = model.support(shards.COST_AXES, cheap), model.support(shards.RUNS_AXES, few)
         self.model = model
-        self.supports = (*model.supports, model.support(shards.COST_AXES, cheap))
+        self.supports = (*model.supports, *costs)
         self.of_axis = [[n for n, s in enumerate(self.supports) if axis in s.axes] for axis in range(len(model.whole))]
         self.open = self._narrowed(list(model.whole), range(len(model.whole)))
 

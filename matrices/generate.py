@@ -26,14 +26,15 @@ from .levels import LEVELS, TABLES, Table, cell_of
 
 Floats = npt.NDArray[np.float32]  # of integers below 2^24, so exact in any order
 
-VERSION = 1  # of the search: another one makes other rows
+VERSION = 2  # of the search: another one makes other rows
+FEW_RUNS = 2  # of a launch, beside which a run may cost all of the cap; half as much beside twice as many
 WHOLE = 2520  # weight of a level that is alone; its shares are whole numbers for up to 10 levels
 
 
 class Recipe(NamedTuple):
     """How a tier is made: `strength`, axes of a combination, 2 or more; `starts`, rows tried for each that is kept;
-    `cap`, iterations of a run that a cell may cost. What no cheaper cell has is covered under the first of 2, 4,
-    8 ... caps that lets it be.
+    `cap`, iterations that a run of a cell may cost where a launch is two runs, half as many where it is four, and so
+    on. What no cheaper cell has is covered under the first of 2, 4, 8 ... caps that lets it be.
     """
 
     strength: int
@@ -41,8 +42,7 @@ class Recipe(NamedTuple):
     cap: float
 
 
-# An iteration takes about 4 ms in the interpreter, where pr is run: 80 are a third of a second a run. With twice as
-# much pr would have 5 cells fewer and cost a quarter more; nightly, for GPUs, has 34 fewer and costs a twentieth more.
+# An iteration takes about 4 ms in the interpreter, where pr is run: 80 are a third of a second a run.
 RECIPES = {"pr": Recipe(2, 64, 80.0), "nightly": Recipe(3, 16, 160.0)}
 
 
@@ -55,8 +55,8 @@ def generated(
     cells = list(must)
     for cell in must:
         _cross_out(left, model.codes_of(cell))
-    for cap in _caps(model, recipe.cap):
-        search = _Search(model, cap, left)
+    for cap, runs in _caps(model, recipe.cap):
+        search = _Search(model, Narrowing(model, cap, runs), left)
         while (row := search.best_row(recipe.starts)) is not None:
             cells.append(cell_of(dict(model.names[code] for code in row)))
             for wanted in (left, search.wanted):
@@ -64,12 +64,16 @@ def generated(
     return list(dict.fromkeys(cells))
 
 
-def _caps(model: Model, cap: float) -> Iterator[float]:
-    dearest = max(model.costs.values())
+def _caps(model: Model, cap: float) -> Iterator[tuple[float, int]]:
+    """Iterations of a run, and runs of a launch: many of these first beside cheap runs only."""
+    dearest, most = max(model.costs.values()), max(model.runs.values())
     while cap < dearest:
-        yield cap
+        share, runs = cap, FEW_RUNS
+        while runs < 2 * most and share >= min(model.costs.values()):
+            yield share, runs
+            share, runs = share / 2, runs * 2
         cap *= 2
-    yield dearest
+    yield dearest, most
 
 
 def _cross_out(wanted: Floats, codes: Sequence[int]) -> None:
@@ -79,8 +83,8 @@ def _cross_out(wanted: Floats, codes: Sequence[int]) -> None:
 class _Search:
     """Rows below a cost; `wanted` is 1 at each combination, by codes in any order, that is to be covered."""
 
-    def __init__(self, model: Model, cap: float, left: Floats) -> None:
-        self.model, self.narrowing = model, Narrowing(model, cap)
+    def __init__(self, model: Model, narrowing: Narrowing, left: Floats) -> None:
+        self.model, self.narrowing = model, narrowing
         self.wanted: Floats = np.zeros_like(left)
         for codes, domains in self._consistent((), self.narrowing.open, left.ndim - 1):
             for axis, found in enumerate(domains):
@@ -174,10 +178,10 @@ def must_pass() -> list[Cell]:
 def inputs_digest(recipe: Recipe, must: Sequence[Cell] = ()) -> str:
     """A hash of all that a tier is made from: levels, lengths, tables, costs, what must pass, and the search."""
     model = Model(LEVELS, TABLES)
-    cells = [cell.id for cell in model.cells.values()]
+    cells = [cell.id for axes in (shards.COST_AXES, shards.RUNS_AXES) for cell in model.cells(axes).values()]
     tables = [(table.name, table.axes, sorted(table.allowed)) for table in TABLES]
     passing = [cell.id for cell in must]
-    parts = (VERSION, WHOLE, recipe, model.names, tables, cells, [*model.costs.values()], passing)
+    parts = (VERSION, WHOLE, recipe, model.names, tables, cells, [*model.costs.values(), *model.runs.values()], passing)
     return blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 

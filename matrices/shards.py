@@ -41,6 +41,7 @@ RUNS = {  # of a launch
     Execution.DOUBLE_BUFFER: 6,
 }
 COST_AXES = ("phase", "kv", "q", "heads", "page", "splits", "tile")  # what `of_a_run` looks at, by level
+RUNS_AXES = ("heads", "lists", "branches", "exec")  # what `runs_of` looks at
 
 
 def parse(text: str) -> Shard:
@@ -62,12 +63,17 @@ def of_a_run(cell: Cell) -> float:
     return float(sum(cell.qo_lens) * cell.heads[1] * (cell.splits + tiles))
 
 
-def predicted(cell: Cell) -> float:
-    """Inner iterations of a launch: those of a run, as often as a launch runs. Each branch has programs and a launch of
-    its own; lists per query head are as many rows more.
+def runs_of(cell: Cell) -> int:
+    """How many such runs a launch costs: those that it makes. Each branch has programs and a launch of its own; lists
+    per query head are as many rows more.
     """
     rows = cell.heads[0] // cell.heads[1] if cell.lists == ListsPer.QUERY_HEAD else 1
-    return of_a_run(cell) * rows * cell.branches**2 * RUNS[Execution(cell.exec)]
+    return rows * cell.branches**2 * RUNS[Execution(cell.exec)]
+
+
+def predicted(cell: Cell) -> float:
+    """Inner iterations of a launch."""
+    return of_a_run(cell) * runs_of(cell)
 
 
 def costs(cells: Sequence[Cell], seconds: Mapping[str, float]) -> list[float]:
