@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 from sacts.reports.records import Record, Verdict
@@ -31,11 +32,14 @@ def crowded(record: Record) -> bool:
 
 
 def release(device: str) -> None:
-    """Give the memory of ended launches back, where it is much, so that other processes find some."""
+    """Give the memory of ended launches back, where it is much, so that other processes find some; of a device that
+    answers no more nothing.
+    """
     if not device.startswith("cuda"):
         return
     import torch
 
-    if torch.cuda.memory_reserved(device) > HELD:
-        gc.collect()
-        torch.cuda.empty_cache()
+    with contextlib.suppress(RuntimeError):  # whether the device is sound is asked behind each cell
+        if torch.cuda.memory_reserved(device) > HELD:
+            gc.collect()
+            torch.cuda.empty_cache()

@@ -69,9 +69,10 @@ def _caps(model: Model, cap: float) -> Iterator[tuple[float, int]]:
     dearest, most = max(model.costs.values()), max(model.runs.values())
     while cap < dearest:
         share, runs = cap, FEW_RUNS
-        while runs < 2 * most and share >= min(model.costs.values()):
-            yield share, runs
+        yield share, runs
+        while runs < most and share / 2 >= min(model.costs.values()):
             share, runs = share / 2, runs * 2
+            yield share, runs
         cap *= 2
     yield dearest, most
 

@@ -18,6 +18,8 @@ from typing import Any
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from sacts.reference.spec import ListsPer
+
 from . import filters
 from .axes import AXES, Axis, Execution, Phase
 from .cell import Cell, CellError, read_value, value_text
@@ -154,10 +156,12 @@ def _high_ratio(row: Row) -> float:
 
 
 def _of_a_token(row: Row) -> float:
-    """Iterations of one query token, but for its tiles and splits: KV heads x runs of a launch x the square of the
+    """Iterations of one query token, but for its tiles and splits: lists x runs of a launch x the square of the
     branches.
     """
-    return float(row.get("heads", (1, 1))[1] * RUNS[Execution(row.get("exec", "eager"))] * row.get("branches", 1) ** 2)
+    heads = row.get("heads", (1, 1))
+    lists = heads[0] if row.get("lists") == ListsPer.QUERY_HEAD else heads[1]
+    return float(lists * RUNS[Execution(row.get("exec", "eager"))] * row.get("branches", 1) ** 2)
 
 
 def _tiles(row: Row, longest: int) -> int:

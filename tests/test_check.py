@@ -19,7 +19,7 @@ from sacts.conformance.worker import Worker
 
 FILE = Path(__file__).parent / "adapters" / "conventions.py"
 TABLE = runpy.run_path(str(FILE))["TABLE"]
-NO_CONVENTIONS = {"numerics", "determinism", "d_lse", "reads_saved", "plan_keeps", "graph"}
+NO_CONVENTIONS = {"numerics", "determinism", "d_lse", "reads_saved", "plan_keeps", "graph", "fallback_numerics"}
 SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
 
 

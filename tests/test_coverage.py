@@ -27,7 +27,7 @@ def drawn(seed: int) -> Cell | None:
         return None
 
 
-CELLS = [cell for cell in map(drawn, range(3000)) if cell is not None]
+CELLS = [cell for cell in map(drawn, range(3500)) if cell is not None]
 
 
 def test_every_axis_has_levels_and_their_first_is_the_default() -> None:

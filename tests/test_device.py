@@ -6,9 +6,10 @@ import io
 from typing import Any
 
 import pytest
+import torch
 
 from sacts.conformance import child
-from sacts.conformance.device import WAITS, crowded
+from sacts.conformance.device import HELD, WAITS, crowded, release
 from sacts.conformance.judge import blank
 from sacts.reports.records import Record, Verdict
 
@@ -64,3 +65,23 @@ def test_what_is_no_lack_of_memory_is_judged_once(
 
 def test_a_device_of_one_s_own_is_not_waited_for() -> None:
     assert not crowded(blank("x", "cpu", CELL, 0, Verdict.ERROR, "out of memory"))
+
+
+def test_a_poisoned_device_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2 * HELD)
+    monkeypatch.setattr(torch.cuda, "empty_cache", poisoned)
+    release("cuda:0")
+    with pytest.raises(RuntimeError):
+        torch.cuda.empty_cache()
+
+
+def test_memory_is_given_back_where_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
+    for held, device in ((HELD // 2, "cuda:0"), (2 * HELD, "cpu"), (2 * HELD, "cuda:0")):
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _, held=held: held)
+        release(device)
+    assert given == [1]

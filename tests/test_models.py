@@ -421,7 +421,7 @@ def test_the_explanation_names_fields_axes_and_cells() -> None:
         "num_attention_heads 64, num_key_value_heads 8",
         "undecided, the serving engine's: phase, kv, q",
         "left out 5: dropout=0: attention_dropout 0.0",
-        "7 cells from 29 of terms",
+        "8 cells from 31 of terms",
         "decode/bf16/kv:70+33/heads:16-2/pos:rope/sink:on",
     ):
         assert words in said
