@@ -15,6 +15,7 @@ import numpy as np
 from sacts.reference.bounds import GENERIC, Exactness
 from sacts.reference.formats import round_to
 from sacts.reference.forward import Inputs, edges
+from sacts.reference.spec import DType
 from sacts.reports.records import PROVES
 
 from ..branches import tokens_of
@@ -25,7 +26,9 @@ from . import dither
 from .applicability import keeps_meaning
 
 SHIFT, WITNESS_SHIFT = 96.0, 1024.0  # sizes of the shifting channel of q and K, exact in every dtype
-HUGE, HUGE_ROUNDED = 10.0, 4.0  # q and K; where 16 bits may round K on its way, logits whose error stays below 1
+HUGE = 10.0  # times q and K
+HUGE_ROUNDED = {DType.BF16: 2.5}  # where 16 bits may round K on its way, so that the logits' errors stay below a half
+OTHER_HUGE_ROUNDED = 4.0  # in the other dtypes
 HOT_KEY = 8.0  # and STALE_VALUE: stale data in slots that belong to no committed token
 
 
@@ -91,7 +94,8 @@ def _at_edges(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Ar
 
 
 def _huge(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    size = HUGE_ROUNDED if problem.spec.rope or problem.spec.k_codec else HUGE
+    spec = problem.spec
+    size = HUGE_ROUNDED.get(spec.dtype, OTHER_HUGE_ROUNDED) if spec.rope or spec.k_codec else HUGE
     return size * q, size * k, v
 
 
