@@ -71,7 +71,7 @@ CACHES = {
 }
 VALUES = {
     "gaussian": "normal q, K and V",
-    "huge": "logits up to about +-300 (+-50 under RoPE and for K in codes, in bf16 +-20), one key dominant in most rows",
+    "huge": "logits up to about +-300 (under RoPE and for K in codes +-50, in bf16 +-20), one key dominant mostly",
     "shifted": "all logits shifted by one number, -864 (random probe) or -98304 (count witness)",
     "equal": "all keys equal: every logit the same, not zero",
     "scale_edges": "K and V at the edges of their codes: the largest, the least and subnormal ones, what saturates",
