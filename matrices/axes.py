@@ -78,7 +78,7 @@ VALUES = {
     "heavy": "cubes of normal numbers: heavy tails, so that one key or one channel decides",
 }
 POSITIONS = {
-    "none": "logits do not depend on positions",
+    "none": "logits do not depend on positions, as where keys are rotated before they are cached",
     "rope": "RoPE inside the kernel over all channels, half-split pairs; keys are stored unrotated",
     "rope-interleaved": "RoPE inside the kernel over the first half of the channels, interleaved pairs",
     "alibi": "ALiBi: -slope * |pos_q - t|, a slope for each query head, from 2^-4 down; less for more than 128 keys",
