@@ -19,6 +19,7 @@ _OF_AXIS: dict[str, tuple[Table, ...]] = {
     axis: tuple(table for table in TABLES if axis in table.axes) for axis in LEVELS
 }
 _TIED = tuple(axis for axis in LEVELS if _OF_AXIS[axis])
+_PAIRS = tuple(tuple((axis, level) for level in levels) for axis, levels in LEVELS.items())  # shared by all tuples
 
 
 class Coverage(NamedTuple):
@@ -90,9 +91,8 @@ def feasible(strength: int) -> frozenset[Tuple]:
     known: dict[Tuple, bool] = {}  # what is not tied by any constraint decides nothing
     bases = list(_BASES)  # and the rows that only the search found: each completes many others
     found = []
-    for axes in combinations(LEVELS, strength):
-        for levels in product(*(LEVELS[axis] for axis in axes)):
-            pairs = tuple(zip(axes, levels, strict=True))
+    for axes in combinations(_PAIRS, strength):
+        for pairs in product(*axes):
             tied = tuple(pair for pair in pairs if _OF_AXIS[pair[0]])
             if tied not in known:
                 row = dict(tied)
@@ -116,9 +116,9 @@ def _tuples(cell: Cell, strength: int) -> Iterator[Tuple]:
     levels = levels_of(cell)
     if not all(levels.values()):
         return
-    for axes in combinations(LEVELS, strength):
-        for chosen in product(*(levels[axis] for axis in axes)):
-            yield tuple(zip(axes, chosen, strict=True))
+    own = [[pair for pair in pairs if pair[1] in levels[pair[0]]] for pairs in _PAIRS]
+    for axes in combinations(own, strength):
+        yield from product(*axes)
 
 
 def coverage(cells: Iterable[Cell], strength: int) -> Coverage:

@@ -73,15 +73,12 @@ def test_what_is_refused_or_was_never_run_is_not_held() -> None:
     assert first_missed(RUNGS, twice) == RUNGS[2]
 
 
-@pytest.mark.parametrize(
-    ("fault", "rung"), [("last_split_forgotten", "4 split"), ("scale_of_the_page_before_read", "5 quantised")]
-)
-def test_a_seeded_fault_falls_on_the_rung_that_adds_what_it_breaks(fault: str, rung: str, tmp_path: Path) -> None:
+def test_a_seeded_fault_falls_on_the_rung_that_adds_what_it_breaks(tmp_path: Path) -> None:
+    fault = "last_split_forgotten"
     assert fault in catalogue()
     adapter = f"sacts.kernels_under_test.faults:{fault}"
     done = CliRunner().invoke(
-        app, ["run", "-a", adapter, "--rung", "5", "-n", "1", "--report", str(tmp_path / "report")]
+        app, ["run", "-a", adapter, "--rung", "4", "-n", "1", "--report", str(tmp_path / "report")]
     )
     assert done.exit_code == 1, done.output
-    number, name = rung.split(" ", 1)
-    assert f"misses rung {number}, {name}" in " ".join(done.output.split())
+    assert "misses rung 4, split" in " ".join(done.output.split())
