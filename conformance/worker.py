@@ -6,21 +6,16 @@ A crash, a hang, an exception or garbage costs one cell. `run` and `audit` both 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
 from sacts.reports.records import Record, Verdict
+
+from .process import ChildProcess, innermost
 
 if TYPE_CHECKING:
     from .child import Ask, Describe, Described, Locate, Located, Measure, Measured, Order, Stated
@@ -29,7 +24,6 @@ Reply = TypeVar("Reply")
 
 GRACE = 5.0  # seconds between the child's own alarm, which leaves a traceback, and the kill
 SUITE_LIMIT = 300.0  # seconds for the suite's own work between launches
-TAIL = 4000  # bytes of the child's standard error that are looked at
 
 
 @dataclass(frozen=True)
@@ -58,11 +52,7 @@ class Worker:
         self.device = device
         self.gpu = gpu
         self.limits = limits or Limits()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._replies = -1
-        self._buffer = b""
-        self._stderr: IO[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # the child's temporary files, gone with it
+        self._process: ChildProcess | None = None
 
     def __enter__(self) -> Worker:
         return self
@@ -114,10 +104,15 @@ class Worker:
         from .child import Message, Returned, Started
 
         cell, replicate = getattr(order, "cell", ""), getattr(order, "replicate", 0)
-        self._send(order)
+        if self._process is None:
+            limits = (str(self.limits.launch), str(self.limits.first))
+            arguments = (self.adapter, self.device, *limits)
+            self._process = ChildProcess("sacts.conformance.child", arguments, self.device, self.gpu)
+        process = self._process
+        process.send(msgspec.json.encode(order))
         launch, limit, inside = 0, SUITE_LIMIT, False
         while True:
-            line = self._read(limit + GRACE)
+            line = process.read(limit + GRACE)
             if not line:
                 return self._lost(cell, replicate, Lost(launch, limit, inside), timed_out=line is None)
             message = msgspec.json.decode(line, type=Message)
@@ -130,81 +125,16 @@ class Worker:
             assert isinstance(message, reply)
             return message
 
-    def _send(self, order: Order | Describe | Measure | Locate | Ask) -> None:
-        if self._process is None:
-            self._start()
-        assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-            self._process.stdin.flush()
-
     def kill(self) -> None:
         """End the child under a thread that waits for its answer: that one gets the record of a loss."""
         if (process := self._process) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
 
     def close(self) -> None:
         """End the child, by force if need be."""
-        if self._process is None:
-            return
-        self.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        os.close(self._replies)
-        if self._stderr is not None:
-            self._stderr.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._process, self._stderr, self._folder, self._buffer = None, None, None, b""
-
-    def _said(self) -> str:
-        """The end of what the child wrote to standard error."""
-        assert self._stderr is not None
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - TAIL))
-        return self._stderr.read().decode(errors="replace")
-
-    def _start(self) -> None:
-        read, write = os.pipe()
-        environment = dict(os.environ)
-        environment.pop("TRITON_INTERPRET", None)  # it binds when a kernel is decorated: only ever set in the child
-        if self.device == "cpu":
-            environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        if self.gpu is not None:
-            visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            environment["CUDA_VISIBLE_DEVICES"] = visible[self.gpu] if visible[0] else str(self.gpu)
-        self._folder = tempfile.TemporaryDirectory(prefix="sacts-", ignore_cleanup_errors=True)
-        environment["TMPDIR"] = self._folder.name
-        limits = (str(self.limits.launch), str(self.limits.first))
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child, see close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "sacts.conformance.child", str(write), self.adapter, self.device, *limits],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            pass_fds=(write,),
-            env=environment,
-            start_new_session=True,
-        )
-        os.close(write)
-        self._replies = read
-
-    def _read(self, seconds: float) -> bytes | None:
-        """The next line of the child; b"" where it ended, None where it took too long."""
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            chunk = os.read(self._replies, 65536)
-            if not chunk:
-                return b""
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+        if self._process is not None:
+            self._process.close()
+        self._process = None
 
     def _lost(self, cell: str, replicate: int, lost: Lost, timed_out: bool) -> Record:
         """The verdict on a child that ended or hung; the next cell gets a new one."""
@@ -212,7 +142,7 @@ class Worker:
 
         assert self._process is not None
         code = None if timed_out else self._process.wait()
-        tail = self._said()
+        tail = self._process.said()
         self.close()
         verdict, sentence = _cause(code, tail, lost)
         return blank(self.adapter, self.device, cell, replicate, verdict, sentence)
@@ -220,7 +150,7 @@ class Worker:
 
 def _cause(code: int | None, tail: str, lost: Lost) -> tuple[Verdict, str]:
     launch, limit = lost.launch, lost.limit
-    where = _innermost(tail)
+    where = innermost(tail)
     at = f"; it was at {where}" if where else ""
     if code is None or "Timeout (" in tail:
         if not lost.inside:
@@ -235,10 +165,3 @@ def _cause(code: int | None, tail: str, lost: Lost) -> tuple[Verdict, str]:
     if code < 0:
         return Verdict.CRASH, f"launch {launch} ended the process with {signal.Signals(-code).name}{at}"
     return Verdict.CRASH, f"launch {launch} ended the process with exit code {code}{at}"
-
-
-def _innermost(tail: str) -> str:
-    """The innermost frame of the last faulthandler dump in `tail`: file, line and function."""
-    _, found, dump = tail.rpartition("most recent call first")
-    frames = [line.strip() for line in dump.splitlines() if line.strip().startswith("File ")]
-    return frames[0].replace("File ", "", 1) if found and frames else ""
