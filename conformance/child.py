@@ -26,7 +26,7 @@ from .adapter import Backend, Determinism, Refused
 from .branches import told
 from .contract import AdapterRaised, ContractBroken
 from .determinism import Measurement
-from .device import WAITS, crowded, device_is_sound, release
+from .device import CROWDED, WAITS, crowded, device_is_sound, release
 from .gradients import judge_gradients
 from .judge import blank, judge
 from .launch import Launcher
@@ -256,6 +256,8 @@ class Child:
             self._returned()
         else:
             record = self._judged(order)
+            if crowded(record):
+                record = msgspec.structs.replace(record, sentence=f"{record.sentence}; {CROWDED}")
         release(self._device)
         return record
 

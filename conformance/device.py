@@ -8,6 +8,7 @@ import gc
 from sacts.reports.records import Record, Verdict
 
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 16.0, 16.0)  # seconds, before a cell that found no memory is judged again
+CROWDED = f"no memory for {sum(WAITS):g} s: if others hold it, try fewer processes (-n)"
 HELD = 2**30  # bytes that torch may keep for itself behind a cell
 
 

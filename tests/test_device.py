@@ -49,6 +49,7 @@ def test_memory_that_never_comes_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     record, waited = judging(monkeypatch, [RuntimeError(FULL)] * (len(WAITS) + 1))
     assert record.verdict is Verdict.SUITE_ERROR
     assert "out of memory" in record.sentence
+    assert record.sentence.endswith("try fewer processes (-n)")
     assert waited == list(WAITS)
 
 

@@ -119,6 +119,30 @@ def test_a_recorded_run_is_replayed_on_its_own_contents(
     assert bool((seen.out_bits == right.out_bits).all()) is kept
 
 
+class Bound(Planning):
+    """Its second graph of the same shapes reads and writes the buffers of the first."""
+
+    def __init__(self) -> None:
+        super().__init__(frozenset({"page_table"}))
+        self.first: dict[Any, Case] = {}
+
+    def run(self, case: Case, plan: Any = None) -> Outputs:
+        return super().run(self.first.setdefault(case.q.shape, case), plan)
+
+
+@pytest.mark.parametrize(("how", "right"), [(Execution.GRAPH, True), (Execution.DOUBLE_BUFFER, False)])
+def test_a_second_graph_that_is_bound_to_the_first_buffer_is_seen(
+    how: Execution, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "record", run_again)
+    monkeypatch.setattr(execution, "Side", Aside)
+    problem = build(parse(PLAIN))
+    inputs = RANDOM.inputs(problem)
+    expected = Launcher(Backend(Planning(frozenset({"page_table"}))), "cpu")(problem, inputs)
+    seen = Launcher(Backend(Bound()), "cpu", execution=how)(problem, inputs)
+    assert bool((seen.out_bits == expected.out_bits).all()) is right
+
+
 def test_two_buffers_share_nothing_but_the_caches() -> None:
     problem = build(parse(TRAINED))
     case = Launcher(Backend(Adapter()), "cpu").case(problem, RANDOM.inputs(problem))
