@@ -316,7 +316,7 @@ class Backend:
         from branches has been stored as a partial output.
         """
         declared = self.capabilities.numerics_of(dtype)
-        return replace(declared, splits=declared.splits or hints.num_splits > 1, branched=branches > 1)
+        return replace(declared, splits=declared.splits or hints.num_splits != 1, branched=branches > 1)
 
     def workspace_bytes(self, case: Case) -> int:
         """Bytes of workspace that the adapter asks for; 0 where it asks for none."""

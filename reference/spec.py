@@ -540,7 +540,7 @@ class Hints:
     """What a backend may ignore: it changes speed and rounding, never the function.
 
     `num_splits`: parts that a row's KV range is cut into; `kv_tile`: slots per tile; `q_tile`: query tokens that one
-    program takes; `reduction`: of the backward pass.
+    program takes; of these 0: the backend chooses. `reduction`: of the backward pass.
     """
 
     num_splits: int = 1
@@ -552,5 +552,5 @@ class Hints:
 
     def __post_init__(self) -> None:
         for name in ("num_splits", "kv_tile", "q_tile"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"hint {name} must be at least 1, got {getattr(self, name)}")
+            if getattr(self, name) < 0:
+                raise ValueError(f"hint {name} must be at least 1, or 0 for any, got {getattr(self, name)}")

@@ -32,7 +32,7 @@ def decode_all(code_ptr, value_ptr, CODEC: tl.constexpr):  # type: ignore[no-unt
     dim = tl.arange(0, 256 * per_byte)
     offset = tl.arange(0, 2)
     code = tl.load(code_ptr + 0 * offset[:, None] + (dim // per_byte)[None, :])
-    tl.store(value_ptr + offset[:, None] * 256 * per_byte + dim[None, :], decoded(code, dim, offset, CODEC))
+    tl.store(value_ptr + offset[:, None] * 256 * per_byte + dim[None, :], decoded(code, dim, offset, CODEC, True))
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def apply(x_ptr, y_ptr, KIND: tl.constexpr, N: tl.constexpr):  # type: ignore[no
 @triton.jit
 def draw(dropout_ptr, kept_ptr, request, query):  # type: ignore[no-untyped-def]
     key, head = tl.arange(0, 64), tl.arange(0, 16)
-    kept = keeps(dropout_ptr, request, key, query, head)
+    kept = keeps(dropout_ptr, request, key, query + 0 * head, head)
     tl.store(kept_ptr + head[:, None] * 64 + key[None, :], kept.to(tl.int32))
 
 

@@ -250,7 +250,7 @@ def test_what_takes_too_long_is_killed() -> None:
         (["--hint", "splits", "-d", "cpu"], "--hint takes NAME=VALUE, got 'splits'"),
         (["--hint", "splits=2", "-d", "cpu"], "no hint 'splits'; there are num_splits"),
         (["--hint", "schedule=best", "-d", "cpu"], "'best' is not a valid Schedule"),
-        (["--hint", "num_splits=0", "-d", "cpu"], "hint num_splits must be at least 1, got 0"),
+        (["--hint", "num_splits=-1", "-d", "cpu"], "hint num_splits must be at least 1, or 0 for any, got -1"),
     ],
 )
 def test_bad_usage_exits_2_and_says_what_is_valid(tmp_path: Path, arguments: list[str], words: str) -> None:

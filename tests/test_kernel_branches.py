@@ -96,21 +96,23 @@ def test_the_exact_workspace_of_branches_is_enough_and_one_byte_less_is_refused(
 )
 def test_the_plan_of_branches_is_that_of_each_branch_one_behind_another(cell: str) -> None:
     case = case_of(cell)
-    whole = plan_of(case, 16)
+    whole = plan_of(case)
     parts = []
     for each in branches_of(replace(case, gates=None)):
         first, last = int(each.kv_indptr[0]), int(each.kv_indptr[-1])
         own = replace(each, kv_indptr=each.kv_indptr - first, kv_indices=each.kv_indices[first:last])
-        parts.append(plan_of(own, 16))
+        parts.append(plan_of(own))
     lengths = torch.cat([part.kv_indptr.diff() for part in parts])
     assert torch.equal(whole.kv_indptr.diff(), lengths)
-    tables = "forced", "ordinals", "query_ordinals", "log2_counts", "token_request", "token_position"
+    tables = "forced", "ordinals", "query_ordinals", "log2_counts", "token_position"
     for name in ("kv_indices", *tables):
         together = [getattr(part, name) for part in parts]
         if together[0] is None:
             assert getattr(whole, name) is None
         else:
             assert torch.equal(getattr(whole, name), torch.cat(together)), name
+    requests = torch.cat([part.tasks.columns.request for part in parts])
+    assert torch.equal(whole.tasks.columns.request, requests)
 
 
 def test_lists_are_normalised_for_every_branch() -> None:
@@ -132,7 +134,7 @@ def test_a_forbidden_empty_row_is_named_with_its_branch() -> None:
     cut = replace(case, kv_indptr=kv_indptr, kv_indices=case.kv_indices[: int(kv_indptr[-1])])
     forbidding = replace(cut, spec=replace(cut.spec, empty_row=EmptyRowRule.FORBID))
     with pytest.raises(Refused, match=r"request 0, query 0, KV head 1\)?, branch 1, has no edge"):
-        plan_of(forbidding, 16)
+        plan_of(forbidding)
 
 
 @pytest.mark.parametrize("route", Route)

@@ -24,7 +24,7 @@ from sacts.conformance.probes.inputs import RANDOM
 from sacts.kernels_under_test.paged import adapter as paged
 from sacts.kernels_under_test.paged import branches, gather, kernels, merge
 from sacts.kernels_under_test.paged.adapter import Adapter
-from sacts.kernels_under_test.paged.tasks import Tasks, shuffled, tasks_of
+from sacts.kernels_under_test.paged.tasks import Rows, Tasks, shuffled, tasks_of
 from sacts.kernels_under_test.paged.workspace import needed_bytes
 from sacts.matrices.cell import parse
 from sacts.reference.costs import workspace_bytes
@@ -36,9 +36,10 @@ from sacts.reference.tasks import TaskTable, from_tasks
 
 def table_of(lengths: list[int], block_size: int, hints: Hints, tile: int) -> tuple[Tasks, list[list[int]]]:
     indptr = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-    tasks = tasks_of(indptr, block_size, hints, tile)
+    rows = Rows(indptr[:-1], indptr.diff(), block_size, torch.zeros(len(lengths), dtype=torch.int32))
+    tasks = tasks_of(rows, hints.num_splits, tile, schedule=hints.schedule)
     assert tasks.table.dtype == torch.int32
-    return tasks, tasks.table.tolist()
+    return tasks, tasks.table[:, :4].tolist()
 
 
 def random_lengths(seed: int) -> list[int]:
@@ -222,6 +223,94 @@ def test_run_allocates_nothing_and_reads_nothing_on_the_host(
     assert performed.names <= {"aten.slice", "aten.view", "aten.detach"}  # views
     gathers = route is not Route.DIRECT
     assert [stub.launches for stub in launched] == [1, int("splits" in cell), int(gathers), int("branches" in cell)]
+
+
+class Recorder(Unlaunched):
+    """In place of a kernel: keeps what it was launched with."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Any]] = []
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        self.given.append({"q": arguments[0], **named})
+
+
+def test_a_run_of_the_same_case_repeats_its_launches_and_one_of_another_case_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "attention_kernel", recorder := Recorder())
+    adapter, case = Adapter(), case_of("prefill/bf16/kv:60+25/q:3+2/epilogue:gate")
+    assert case.gate is not None
+    plan = adapter.plan(case)
+    other = replace(case, q=case.q.clone(), gate=case.gate.clone())
+    for each in (case, case, other, case):
+        adapter.run(each, plan)
+    assert [given["q"] is case.q for given in recorder.given] == [True, True, False, True]
+    assert [given["gate_ptr"] is other.gate for given in recorder.given] == [False, False, True, False]
+    assert adapter.counters()["native"] == 4
+
+
+# --- queries that share a list
+
+
+def lists_of(draw: np.random.Generator, tokens: int, heads: int) -> list[list[list[int]]]:
+    """Random lists [tokens][heads], often those of the token before."""
+    lists: list[list[list[int]]] = []
+    for token in range(tokens):
+        lists.append([])
+        for head in range(heads):
+            if token and draw.random() < 0.7:
+                lists[-1].append(lists[-2][head])
+            else:
+                lists[-1].append(sorted(draw.choice(20, draw.integers(0, 5), replace=False).tolist()))
+    return lists
+
+
+@pytest.mark.parametrize("q_tile", [1, 2, 4])
+def test_rows_of_one_list_share_their_tasks(q_tile: int) -> None:
+    """The tiles, written as a loop over tokens."""
+    for seed in range(30):
+        draw = np.random.default_rng(seed)
+        tokens, heads = 9, int(draw.integers(1, 4))
+        lists = lists_of(draw, tokens, heads)
+        lengths = torch.tensor([len(one) for token in lists for one in token])
+        repeats = [bool(t) and lists[t][h] == lists[t - 1][h] for t in range(tokens) for h in range(heads)]
+        rows = Rows(lengths.cumsum(0) - lengths, lengths, 1, torch.zeros(len(lengths)), torch.tensor(repeats), heads)
+        tasks = tasks_of(rows, 2, 2, schedule=Schedule.STATIC, q_tile=q_tile)
+        found = {int(row): int(count) for row, count in zip(tasks.columns.row, tasks.columns.queries, strict=True)}
+        wanted = {}
+        for head in range(heads):
+            begin = 0
+            for token in range(1, tokens + 1):
+                if token == tokens or not repeats[token * heads + head] or token - begin == q_tile:
+                    wanted[begin * heads + head] = token - begin
+                    begin = token
+        assert found == wanted
+        assert tasks.split_rows.tolist() == [row for row, length in enumerate(lengths.tolist()) if length > 2]
+
+
+@pytest.mark.parametrize(
+    ("cell", "queries"),
+    [
+        ("prefill/bf16/kv:60/q:8/qtile:4/format:fixed_k/qblock:4", [4, 4, 4, 4]),
+        ("prefill/bf16/kv:60/q:8/block:16/pattern:all/causal:bottom_right/qtile:4", [4, 4, 4, 4]),
+        ("prefill/bf16/kv:90/q:3/qtile:4/format:fixed_k", [1] * 6),
+        ("prefill/bf16/kv:60+60/q:3+2/block:64/pattern:all/qtile:4", [3, 3, 2, 2]),
+        ("prefill/bf16/kv:60/q:3/block:64/pattern:all/qtile:4/branches:2", [3, 3, 3, 3]),
+        ("prefill/bf16/kv:9/q:3/pattern:empty/empty:force_self/qtile:4", [1] * 6),
+        ("prefill/bf16/kv:9/q:3/pattern:empty/qtile:4", [3, 3]),
+    ],
+)
+def test_queries_share_a_tile_where_request_branch_and_list_are_one(cell: str, queries: list[int]) -> None:
+    plan = Adapter().plan(case_of(cell))
+    assert plan.tasks.columns.queries.tolist() == queries
+
+
+def test_where_the_backend_chooses_few_equal_lists_make_no_tiles_of_queries() -> None:
+    together, apart = "prefill/bf16/kv:60/q:8/qblock:4", "prefill/bf16/kv:90/q:8"
+    any_tile = replace(build(parse(together)).hints, q_tile=0)
+    assert Adapter().plan(case_of(together, any_tile)).tasks.q_tile > 1
+    assert Adapter().plan(case_of(apart, any_tile)).tasks.q_tile == 1
 
 
 # --- what is launched

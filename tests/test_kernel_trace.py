@@ -14,11 +14,11 @@ import traced_kernels
 
 from sacts.conformance.build import build
 from sacts.conformance.probes.inputs import RANDOM
-from sacts.kernels_under_test.paged.tasks import Tasks, tasks_of
+from sacts.kernels_under_test.paged.tasks import Rows, Tasks, tasks_of
 from sacts.kernels_under_test.paged.trace import splits_of
 from sacts.matrices.cell import parse
 from sacts.reference.numerics import Numerics
-from sacts.reference.spec import DType, Hints, Schedule
+from sacts.reference.spec import DType, Schedule
 from sacts.reference.tile_bounds import row_group, row_logits
 
 RIGHT = (
@@ -99,8 +99,8 @@ def test_the_first_tile_whose_maximum_rises_is_named_where_the_accumulator_stays
 def test_each_tile_of_a_trace_belongs_to_the_split_that_visits_it() -> None:
     lengths = [0, 70, 5, 33]
     indptr = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-    tasks: Tasks = tasks_of(indptr, 1, Hints(num_splits=3, schedule=Schedule.SHUFFLED), 16)
-    assert splits_of(tasks, 4, 5).tolist() == [
+    tasks: Tasks = tasks_of(Rows(indptr[:-1], indptr.diff(), 1, torch.zeros(4)), 3, 16, schedule=Schedule.SHUFFLED)
+    assert splits_of(tasks, 1, 4, 5).tolist() == [
         [-1, -1, -1, -1, -1],
         [0, 0, 1, 1, 2],
         [0, -1, -1, -1, -1],

@@ -253,7 +253,7 @@ def test_ordinals_count_the_committed_tokens_that_the_list_names(block_size: int
     spec = spec_of(candidate_kind=CandidateKind.SEQUENCE, block_size=block_size)
     for seed in range(20):
         lists = random_lists(spec, seed, repeats=False)
-        plan = plan_of(case_of(spec, lists), 64)
+        plan = plan_of(case_of(spec, lists))
         assert plan.ordinals is not None and plan.query_ordinals is not None
         ordinals, queries = [], []
         for row, named in enumerate(lists):
@@ -268,7 +268,7 @@ def test_ordinals_count_the_committed_tokens_that_the_list_names(block_size: int
         assert (plan.ordinals.tolist(), plan.query_ordinals.tolist()) == (ordinals, queries)
         assert rows_of(plan) == [[entry for entry in named if entry != PADDING] for named in lists]
     given = replace(spec, query_ordinals=tuple(range(spec.num_rows)))
-    stated = plan_of(case_of(given, lists), 64).query_ordinals
+    stated = plan_of(case_of(given, lists)).query_ordinals
     assert stated is not None and tuple(stated.tolist()) == given.query_ordinals
 
 
@@ -282,7 +282,7 @@ def test_a_row_without_an_edge_holds_the_entry_of_its_token_alone(
     forced_rows = 0
     for seed in range(10):
         lists = random_lists(spec, seed, repeats=kind is CandidateKind.MULTISET)
-        plan = plan_of(case_of(spec, lists), 64)
+        plan = plan_of(case_of(spec, lists))
         assert plan.forced is not None
         for row, (named, planned) in enumerate(zip(lists, rows_of(plan), strict=True)):
             position = spec.token_position[row // 2]
@@ -309,7 +309,7 @@ def test_a_row_without_an_edge_holds_the_entry_of_its_token_alone(
 def test_a_multiset_counts_its_repeats_and_its_normal_form_holds_them() -> None:
     spec = spec_of(candidate_kind=CandidateKind.MULTISET)
     case = case_of(spec, lists := random_lists(spec, 3, repeats=True))
-    plan, normal = plan_of(case, 64), Adapter().normalize(case)
+    plan, normal = plan_of(case), Adapter().normalize(case)
     assert plan.log2_counts is not None
     for row, named in enumerate(lists):
         entries = sorted(entry for entry in named if entry != PADDING)
@@ -324,7 +324,7 @@ def test_a_multiset_counts_its_repeats_and_its_normal_form_holds_them() -> None:
 def test_an_empty_row_that_is_forbidden_is_refused_by_name() -> None:
     spec = spec_of(empty_row=EmptyRowRule.FORBID)
     lists = [[0]] * spec.num_rows
-    plan_of(case_of(spec, lists), 64)
+    plan_of(case_of(spec, lists))
     lists[5] = [PADDING]
     with pytest.raises(Refused, match=r"row \(request 1, query 0, KV head 1\) has no edge"):
-        plan_of(case_of(spec, lists), 64)
+        plan_of(case_of(spec, lists))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import torch
@@ -16,35 +15,19 @@ from sacts.reference.spec import (
     Codec,
     DType,
     Epilogue,
-    Hints,
     Route,
-    ScaleGranularity,
-    Schedule,
 )
 
+from .limits import INTERPRETED, heads_of
 from .plan import Plan
 from .tables import padded
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-INTERPRETED_PROGRAMS = 3  # that stay, where there is no device whose processors could be counted
-TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
-WIDE = 512  # channels of K and V, padded, beyond which the copies that a pipeline makes of a tile do not fit
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
-STAGED_BYTES = 192 << 10  # of all tiles that are on their way
 
 
-def programs(work: int, hints: Hints, device: torch.device) -> int:
-    """Programs for `work` tasks: one each, or of those that stay one a processor."""
-    if hints.schedule is not Schedule.PERSISTENT:
-        return work
-    if device.type != "cuda":
-        return min(work, INTERPRETED_PROGRAMS)
-    return min(work, torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
+def shapes(spec: AttentionSpec, route: Route, q_tile: int) -> dict[str, Any]:
     """What the attention kernel is compiled for, but for tile, splits and epilogue."""
-    heads = 1 if hints.route is Route.GATHER_HEADS else spec.heads_per_list  # that one program serves
+    heads = heads_of(spec, route)
     return {
         "GROUP": spec.heads_per_list,
         "LISTS": spec.lists_per_kv_head,
@@ -54,7 +37,7 @@ def shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
         "BLOCK_QK": padded(spec.head_dim_qk),
         "BLOCK_VO": padded(spec.head_dim_vo),
         "BLOCK_PAIRS": padded(-(-spec.head_dim_qk // 2)) if spec.rope else 0,
-        "BLOCK_M": padded(heads),
+        "BLOCK_M": padded(heads * q_tile),
         "PAGE_SIZE": spec.page_size,
         "BLOCK_SIZE": spec.block_size,
         "CAUSAL": spec.causal is not CausalRule.NONE,
@@ -63,36 +46,6 @@ def shapes(spec: AttentionSpec, hints: Hints) -> dict[str, Any]:
         "V_CODEC": codec_of(spec.v_codec),
         "UPCAST": INTERPRETED,
     }
-
-
-def tile_of(spec: AttentionSpec, hint: int) -> int:
-    """Slots in a tile: the hint, on a GPU at most as many as leave shared memory for K and V of a tile."""
-    if not INTERPRETED:
-        fp32 = spec.dtype is DType.FP32 or spec.rope or spec.k_codec or spec.v_codec  # on their way to tl.dot
-        size = 4 if fp32 else 2
-        hint = min(hint, TILE_BYTES // (size * (padded(spec.head_dim_qk) + padded(spec.head_dim_vo))))
-    return max(16, 1 << (max(hint, 1).bit_length() - 1))
-
-
-def options(spec: AttentionSpec, tile: int) -> dict[str, int]:
-    """How a kernel is compiled: with as many tiles on their way at once, 3 at most, as shared memory holds of what they
-    load; wide heads with more warps.
-    """
-    size = 4 if spec.dtype is DType.FP32 else 2
-    k, v = (_loaded(codec, size) for codec in (spec.k_codec, spec.v_codec))
-    turns = 4 if spec.rope else 0  # half a cosine and half a sine a channel
-    loaded = tile * ((k + turns) * padded(spec.head_dim_qk) + v * padded(spec.head_dim_vo))
-    if padded(spec.head_dim_qk) + padded(spec.head_dim_vo) > WIDE:
-        return {"num_warps": 8, "num_stages": 1}
-    return {"num_stages": max(1, min(3, STAGED_BYTES // loaded))}
-
-
-def _loaded(codec: Codec | None, size: int) -> int:
-    """Bytes that one channel of a slot loads: what is stored, and a scale and zero point where channels have any."""
-    if codec is None:
-        return size
-    by_channel = codec.granularity in (ScaleGranularity.CHANNEL, ScaleGranularity.PAGE_CHANNEL)
-    return 1 + 4 * by_channel * (1 + codec.asymmetric)
 
 
 def codec_of(codec: Codec | None) -> str:
@@ -115,8 +68,10 @@ def strides(name: str, laid: tuple[int, ...]) -> dict[str, int]:
     return {f"stride_{name}_{axis}": stride for axis, stride in zip(axes, laid, strict=False)}
 
 
-def scales_of(name: str, scales: Tensor | None, zeros: Tensor | None) -> dict[str, Any]:
-    """Arguments of one codec. Raises ValueError for zero points that do not lie as their scales do."""
+def scales_of(name: str, scales: Tensor | None, zeros: Tensor | None, *, late: bool) -> dict[str, Any]:
+    """Arguments of one codec, whose codes are scaled before the product, or behind it (`late`). Raises ValueError for
+    zero points that do not lie as their scales do.
+    """
     laid = (0, 0, 0, 0) if scales is None else shared_strides(scales)
     if scales is not None and zeros is not None and shared_strides(zeros) != laid:
         raise ValueError(f"{name}_zeros must have the strides of {name}_scales {laid}, got {shared_strides(zeros)}")
@@ -124,6 +79,7 @@ def scales_of(name: str, scales: Tensor | None, zeros: Tensor | None) -> dict[st
         f"{name}_scales_ptr": scales,
         f"{name}_zeros_ptr": zeros,
         f"{name.upper()}_CHANNELS": scales is not None and scales.shape[3] > 1,
+        f"{name.upper()}_LATE": late,
         **strides(f"{name}s", laid),
     }
 

@@ -1,5 +1,5 @@
 """K and V as they are stored: codes become FP32 values once, in the tile, by integer arithmetic that interpreter and
-compiler do alike (the interpreter decodes an fp8 NaN as 480).
+compiler do alike (the interpreter decodes an fp8 NaN as 480), but for what the processor decodes itself.
 """
 
 import triton
@@ -15,13 +15,25 @@ def row_of(offset, CODEC: tl.constexpr):
 
 
 @triton.jit
-def decoded(code, dim, offset, CODEC: tl.constexpr):
+def place_of(page, offset, within, stride_page, stride_token, CODEC: tl.constexpr):
+    """Where slots `within` of an offset of a page lie, in elements from the start of their head: 64 bits from the page
+    id on. Where two tokens share a row and within is not 0, offset is even.
+    """
+    place = page.to(tl.int64) * stride_page + row_of(offset, CODEC).to(tl.int64) * stride_token
+    return place + row_of(within, CODEC).to(tl.int64) * stride_token
+
+
+@triton.jit
+def decoded(code, dim, offset, CODEC: tl.constexpr, UPCAST: tl.constexpr):
     """Values of codes [slots, d] of the channels dim [d] of tokens at offset [slots] of their pages: int8, or the bits
     of fp8 and of two int4 as uint8. int4: the two are neighbours along dim, or along tokens; the first of them is the
-    low nibble, or the high one.
+    low nibble, or the high one. What the compiler decodes at full speed is left to it.
     """
-    if CODEC == "int8":
-        value = code.to(tl.float32)
+    if CODEC == "int8":  # as the low byte of 2^23 + 128 + code: a conversion runs at a fraction of the rate
+        biased = code.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080
+        value = biased.to(tl.float32, bitcast=True) - 8388736.0
+    elif CODEC == "fp8_e4m3fn" and not UPCAST:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     elif CODEC == "int4" or CODEC == "int4_high":
         second = (dim % 2)[None, :]
         if CODEC == "int4_high":
@@ -56,8 +68,25 @@ def signed_nibble(code, second):
 
 
 @triton.jit
+def scale_of(scales_ptr, page, offset, head, stride_page, stride_token, stride_head, mask):
+    """Scales of slots by page and offset, [slots], 0 where the mask hides them; strides are 0 along what shares one."""
+    place = page.to(tl.int64) * stride_page + offset * stride_token + head * stride_head
+    return tl.load(scales_ptr + place, mask=mask, other=0.0)
+
+
+@triton.jit
+def held(x):
+    """x [slots, d] itself, which stays as the threads have loaded it up to here: decoded there 16 bytes at a time, not
+    byte by byte where the product wants them.
+    """
+    first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return tl.reshape(tl.join(first, second), [x.shape[0], x.shape[1]])
+
+
+@triton.jit
 def load_tile(
-    slot_ptr,
+    base_ptr,
+    place,
     dim,
     valid,
     mask,
@@ -72,23 +101,27 @@ def load_tile(
     stride_dim,
     CODEC: tl.constexpr,
     CHANNELS: tl.constexpr,
+    LATE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """K or V of the slots at slot_ptr [slots], channels dim [d]: as stored without a codec, else (code - zero) * scale
-    in FP32. Scales and zero points have stride 0 along what shares one; CHANNELS: they change along dim. What is not
-    valid [slots], and what the mask [slots, d or 1] leaves out, is 0, whatever lies there and in its scale.
+    """K or V of the slots at a place [slots] from base_ptr, channels dim [d]: as stored without a codec, else
+    (code - zero) * scale in FP32, or where LATE the codes, whose products are scaled. CHANNELS: scales change along
+    dim. What is not valid [slots], and what the mask [slots, d or 1] leaves out, is 0, whatever lies there and in its
+    scale.
     """
     if CODEC == "none":
-        value = tl.load(slot_ptr[:, None] + dim[None, :], mask=mask, other=0.0)
+        value = tl.load(base_ptr + place[:, None] + dim[None, :], mask=mask, other=0.0)
     else:
         per_byte: tl.constexpr = 2 if (CODEC == "int4" or CODEC == "int4_high") else 1
-        code = tl.load(slot_ptr[:, None] + (dim // per_byte)[None, :], mask=mask, other=0)
-        value = decoded(code, dim, offset, CODEC)
-        shared = (page * stride_page + offset * stride_token + head * stride_head)[:, None]
-        there = valid[:, None]
-        if CHANNELS:
-            shared = shared + (dim * stride_dim)[None, :]
-            there = mask
-        if zeros_ptr is not None:
-            value = value - tl.load(zeros_ptr + shared, mask=there, other=0.0)
-        value = value * tl.load(scales_ptr + shared, mask=there, other=0.0)
+        code = tl.load(base_ptr + place[:, None] + (dim // per_byte)[None, :], mask=mask, other=0)
+        value = decoded(code, dim, offset, CODEC, UPCAST)
+        if not LATE:
+            scale_at = (page.to(tl.int64) * stride_page + offset * stride_token + head * stride_head)[:, None]
+            there = valid[:, None]
+            if CHANNELS:
+                scale_at = scale_at + (dim * stride_dim)[None, :]
+                there = mask
+            if zeros_ptr is not None:
+                value = value - tl.load(zeros_ptr + scale_at, mask=there, other=0.0)
+            value = value * tl.load(scales_ptr + scale_at, mask=there, other=0.0)
     return value

@@ -14,8 +14,6 @@ def gather_kernel(
     v_scratch_ptr,
     page_table_ptr,
     seq_lens_ptr,
-    token_request_ptr,
-    kv_indptr_ptr,
     kv_indices_ptr,
     tasks_ptr,
     num_work,
@@ -43,14 +41,14 @@ def gather_kernel(
     become 0; what other masks hide is copied and never loaded.
     """
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        task = tasks_ptr + work // COPIES * 4
+        task = tasks_ptr + work // COPIES * 8
         row = tl.load(task)
         first = tl.load(task + 1)
         last = tl.load(task + 2)
         kv_head = row % list_heads // LISTS
-        request = tl.load(token_request_ptr + row // list_heads)
+        start = tl.load(task + 6)
+        request = tl.load(task + 7)
         seq_len = tl.load(seq_lens_ptr + request)
-        start = tl.load(kv_indptr_ptr + row)
         dim_k = tl.arange(0, BLOCK_K)
         dim_v = tl.arange(0, BLOCK_V)
         for begin in range(first, last, BLOCK_N):

@@ -1,6 +1,6 @@
 """The attention kernel. A candidate row is one (query token, head that has a list) and serves GROUP query heads; LISTS
 of them read one KV head. A slot is one token of one entry: slot n of a row names entry n // BLOCK_SIZE of its list. A
-task is a range of a row's slots.
+task is a range of the slots of a row, and of the rows of the tokens behind it that have the same list.
 Each program takes every num_programs-th task, so that one kernel serves all schedules: as many programs as tasks, or
 as many as the device holds at once; the order of the tasks stands in the table.
 
@@ -12,8 +12,33 @@ its bf16 arithmetic is wrong and its casts truncate (DESIGN section 10).
 import triton
 import triton.language as tl
 
-from .codecs import load_tile, row_of
+from .codecs import held, load_tile, place_of, scale_of
 from .terms import epilogue, keeps, tanh, turned, with_sink
+
+
+@triton.jit
+def entry_at(entries_ptr, slot, last, BLOCK_SIZE: tl.constexpr):
+    """The entry of the list at entries_ptr that a slot belongs to."""
+    return tl.load(entries_ptr + quotient(slot, BLOCK_SIZE), mask=slot < last, other=0)
+
+
+@triton.jit
+def token_and_page(entry, slot, last, table_ptr, seq_len, BLOCK_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The logical position of a slot, T where the list has ended; and its page, equation (17): table_n(t // P)."""
+    t = tl.where(slot < last, entry * BLOCK_SIZE + remainder(slot, BLOCK_SIZE), seq_len)
+    return t, tl.load(table_ptr + quotient(t, PAGE_SIZE), mask=t < seq_len, other=0)
+
+
+@triton.jit
+def quotient(n, divisor: tl.constexpr):
+    """n // divisor of int32 that are not negative, which takes fewer instructions where the compiler knows it."""
+    return (n.to(tl.uint32) // divisor).to(tl.int32)
+
+
+@triton.jit
+def remainder(n, divisor: tl.constexpr):
+    """n % divisor of int32 that are not negative."""
+    return (n.to(tl.uint32) % divisor).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_work", "num_tokens"])
@@ -23,9 +48,7 @@ def attention_kernel(
     v_ptr,
     page_table_ptr,
     seq_lens_ptr,
-    token_request_ptr,
     token_position_ptr,
-    kv_indptr_ptr,
     kv_indices_ptr,
     tasks_ptr,
     num_work,
@@ -69,12 +92,6 @@ def attention_kernel(
     num_splits,
     stride_q_token,
     stride_q_head,
-    stride_k_page,
-    stride_k_token,
-    stride_k_head,
-    stride_v_page,
-    stride_v_token,
-    stride_v_head,
     stride_table,
     stride_ks_page,
     stride_ks_token,
@@ -84,6 +101,12 @@ def attention_kernel(
     stride_vs_token,
     stride_vs_head,
     stride_vs_dim,
+    stride_k_page: tl.constexpr,
+    stride_k_token: tl.constexpr,
+    stride_k_head: tl.constexpr,
+    stride_v_page: tl.constexpr,
+    stride_v_token: tl.constexpr,
+    stride_v_head: tl.constexpr,
     GROUP: tl.constexpr,
     LISTS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -98,10 +121,13 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     K_CODEC: tl.constexpr,
     K_CHANNELS: tl.constexpr,
+    K_LATE: tl.constexpr,
     V_CODEC: tl.constexpr,
     V_CHANNELS: tl.constexpr,
+    V_LATE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     SPLIT: tl.constexpr,
+    UNIFORM: tl.constexpr,
     GATHER: tl.constexpr,
     TRACE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -109,30 +135,33 @@ def attention_kernel(
     UPCAST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Tasks (row, start, end, split), each of slots start to end of a row, as often as there are copies of its slots:
-    out and lse of a row in one part, else un-normalised (m, l, o) of its part.
+    """Tasks of the table (tasks.Columns), as often as there are copies of their slots: out and lse of rows in one part,
+    else un-normalised (m, l, o) of their part. UNIFORM: the slots of a tile lie in one entry and on one page.
     """
     copies: tl.constexpr = GROUP // HEADS
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        task = tasks_ptr + work // copies * 4
+        task = tasks_ptr + work // copies * 8
         row = tl.load(task)
         first = tl.load(task + 1)
         last = tl.load(task + 2)
         split = tl.load(task + 3)
-        token = row // list_heads
+        parts = tl.load(task + 4)
+        queries = tl.load(task + 5)
+        start = tl.load(task + 6)
+        request = tl.load(task + 7)
+        seq_len = tl.load(seq_lens_ptr + request)
+        list_head = row % list_heads
+        kv_head = list_head // LISTS
+
+        # A lane is one query head of one of the tokens.
+        lane = tl.arange(0, BLOCK_M)
+        token = row // list_heads + lane // HEADS
+        in_group = lane < HEADS * queries
+        qo_head = list_head * GROUP + work % copies * HEADS + lane % HEADS
+        position = tl.load(token_position_ptr + token, mask=in_group, other=0)
         q_token = token
         if num_tokens is not None:  # rows of branches stand one branch behind another, in every table; q is common
             q_token = token % num_tokens
-        list_head = row % list_heads
-        kv_head = list_head // LISTS
-        request = tl.load(token_request_ptr + token)
-        position = tl.load(token_position_ptr + token)
-        seq_len = tl.load(seq_lens_ptr + request)
-        start = tl.load(kv_indptr_ptr + row)
-
-        lane = tl.arange(0, BLOCK_M)
-        in_group = lane < HEADS
-        qo_head = list_head * GROUP + work % copies * HEADS + lane
         dim_qk = tl.arange(0, BLOCK_QK)
         dim_vo = tl.arange(0, BLOCK_VO)
         q_mask = in_group[:, None]
@@ -143,8 +172,8 @@ def attention_kernel(
             out_mask = out_mask & (dim_vo < HEAD_DIM_VO)[None, :]
         query = position  # what position terms take for the query; masks and dropout take its logical position
         if query_ordinals_ptr is not None:
-            query = tl.load(query_ordinals_ptr + row)
-        q_row = q_ptr + q_token.to(tl.int64) * stride_q_token + qo_head[:, None] * stride_q_head
+            query = tl.load(query_ordinals_ptr + row + lane // HEADS * list_heads, mask=in_group, other=0)
+        q_row = q_ptr + q_token.to(tl.int64)[:, None] * stride_q_token + qo_head[:, None] * stride_q_head
         dim_k = dim_qk
         if turns_ptr is None:
             q = tl.load(q_row + dim_qk[None, :], mask=q_mask, other=0.0)
@@ -154,7 +183,7 @@ def attention_kernel(
             dim_k_2 = tl.load(channels_ptr + BLOCK_PAIRS + pair)
             q = tl.load(q_row + dim_k[None, :], mask=in_group[:, None] & (dim_k >= 0)[None, :], other=0.0)
             q_2 = tl.load(q_row + dim_k_2[None, :], mask=in_group[:, None] & (dim_k_2 >= 0)[None, :], other=0.0)
-            turn = turns_ptr + (query - turns_low).to(tl.int64) * 2 * num_pairs + pair[None, :]
+            turn = turns_ptr + (query - turns_low).to(tl.int64)[:, None] * 2 * num_pairs + pair[None, :]
             q, q_2 = turned(q, q_2, turn, pair, num_pairs)
             q_2 = q_2.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
         q = q.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
@@ -167,68 +196,103 @@ def attention_kernel(
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
         l = tl.zeros([BLOCK_M], tl.float32)
         o = tl.zeros([BLOCK_M, BLOCK_VO], tl.float32)
+        # What a tile loads is looked up while those before it are computed: its entries two tiles ahead, its pages one.
+        apart = 0 if UNIFORM else tl.arange(0, BLOCK_N)
+        within = tl.arange(0, BLOCK_N) if UNIFORM else tl.zeros([BLOCK_N], tl.int32)
+        newest = tl.max(tl.where(in_group, position, -2147483648))
+        oldest = tl.min(tl.where(in_group, position, 2147483647))
+        k_base = k_ptr + kv_head.to(tl.int64) * stride_k_head
+        v_base = v_ptr + kv_head.to(tl.int64) * stride_v_head
+        entries = kv_indices_ptr + start
+        table = page_table_ptr + request * stride_table
+        at = first + apart
+        t_next, page_next = token_and_page(
+            entry_at(entries, at, last, BLOCK_SIZE), at, last, table, seq_len, BLOCK_SIZE, PAGE_SIZE
+        )
+        entry = entry_at(entries, at + BLOCK_N, last, BLOCK_SIZE)
         for begin in range(first, last, BLOCK_N):
+            page = page_next
+            t = t_next + within  # logical position
+            offset = remainder(t_next, PAGE_SIZE)  # of the first slot, where one page holds them all
+            at = begin + BLOCK_N + apart
+            t_next, page_next = token_and_page(entry, at, last, table, seq_len, BLOCK_SIZE, PAGE_SIZE)
+            entry = entry_at(entries, at + BLOCK_N, last, BLOCK_SIZE)
             slot = begin + tl.arange(0, BLOCK_N)
-            entry = tl.load(kv_indices_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0)
-            t = entry * BLOCK_SIZE + slot % BLOCK_SIZE  # logical position
-            valid = (slot < last) & (t < seq_len)
+            valid = t < seq_len  # for any of the queries
+            sees = valid[None, :]  # each of them
             if CAUSAL:
-                valid = valid & (t <= position)
+                valid = valid & (t <= newest)
+                sees = sees & (t[None, :] <= position[:, None])
             if WINDOW:
-                valid = valid & (t >= position - window_left)
+                valid = valid & (t >= oldest - window_left)
+                sees = sees & (t[None, :] >= position[:, None] - window_left)
             if forced_ptr is not None:  # a row without an edge holds the entry of its forced token, which no mask hides
-                valid = tl.where(forced >= 0, (slot < last) & (t == forced), valid)
+                valid = tl.where(forced >= 0, t == forced, valid)
+                sees = tl.where(forced >= 0, valid[None, :], sees)
             key = t  # what position terms and dropout take for the key
             if ordinals_ptr is not None:
                 key = tl.load(ordinals_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0) + slot % BLOCK_SIZE
-            # Equation (17): table_n(t // P), then the offset in the page; 64 bits from the page id on.
-            page = tl.load(page_table_ptr + request * stride_table + t // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
-            offset = (t % PAGE_SIZE).to(tl.int64)
-            k_slot = k_ptr + page * stride_k_page + row_of(offset, K_CODEC) * stride_k_token + kv_head * stride_k_head
-            v_slot = v_ptr + page * stride_v_page + row_of(offset, V_CODEC) * stride_v_token + kv_head * stride_v_head
+            k_place = place_of(page, offset, within, stride_k_page, stride_k_token, K_CODEC)
+            v_place = place_of(page, offset, within, stride_v_page, stride_v_token, V_CODEC)
+            offset = offset + within
             if GATHER:  # scratch holds the slots of the rows one behind the other, each slot once a copy
                 place = (start.to(tl.int64) * BLOCK_SIZE + slot) * copies + work % copies
-                k_slot = k_ptr + place * stride_k_token
-                v_slot = v_ptr + place * stride_v_token
+                k_place = place * stride_k_token
+                v_place = place * stride_v_token
+            if K_LATE:
+                k_scale = scale_of(
+                    k_scales_ptr, page, offset, kv_head, stride_ks_page, stride_ks_token, stride_ks_head, valid
+                )
+            if V_LATE:
+                v_scale = scale_of(
+                    v_scales_ptr, page, offset, kv_head, stride_vs_page, stride_vs_token, stride_vs_head, valid
+                )
             k_mask = valid[:, None]
             if turns_ptr is not None:
                 k_mask = k_mask & (dim_k >= 0)[None, :]
             elif BLOCK_QK != HEAD_DIM_QK:
                 k_mask = k_mask & (dim_qk < HEAD_DIM_QK)[None, :]
             if K_CODEC == "none":
-                k = tl.load(k_slot[:, None] + dim_k[None, :], mask=k_mask, other=0.0)
+                k = tl.load(k_base + k_place[:, None] + dim_k[None, :], mask=k_mask, other=0.0)
             else:
                 k = load_tile(
-                    k_slot, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
+                    k_base, k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE,
+                    UPCAST,
                 )  # fmt: skip
             if turns_ptr is not None:  # each key turns by its own position
                 k_mask = valid[:, None] & (dim_k_2 >= 0)[None, :]
                 if K_CODEC == "none":
-                    k_2 = tl.load(k_slot[:, None] + dim_k_2[None, :], mask=k_mask, other=0.0)
+                    k_2 = tl.load(k_base + k_place[:, None] + dim_k_2[None, :], mask=k_mask, other=0.0)
                 else:
                     k_2 = load_tile(
-                        k_slot, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                        stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
+                        k_base, k_place, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                        stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE,
+                        UPCAST,
                     )  # fmt: skip
                 k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
                 k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
+            if K_CODEC != "none":
+                k = held(k.to(q.dtype))
             # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
             z = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=INPUT_PRECISION)
             if turns_ptr is not None:
                 z = tl.dot(q_2, tl.trans(k_2.to(q.dtype)), z, input_precision=INPUT_PRECISION)
+            if K_LATE:
+                z = z * k_scale[None, :]
             z = z * scale
             if cap_log2 is not None:
                 z = tanh(z) * cap_log2
             if slopes_ptr is not None:
-                z = z - slope[:, None] * tl.abs(query - key).to(tl.float32)[None, :]
+                z = z - slope[:, None] * tl.abs(query[:, None] - key[None, :]).to(tl.float32)
             if bucket_bias_ptr is not None:
-                column = tl.minimum(tl.maximum(query - key, -bucket_reach), bucket_reach) + bucket_reach
-                bias = bucket_bias_ptr + qo_head[:, None] * (2 * bucket_reach + 1) + column[None, :]
+                distance = query[:, None] - key[None, :]
+                column = tl.minimum(tl.maximum(distance, -bucket_reach), bucket_reach) + bucket_reach
+                bias = bucket_bias_ptr + qo_head[:, None] * (2 * bucket_reach + 1) + column
                 z = z + tl.load(bias, mask=in_group[:, None], other=0.0)
             if log2_counts_ptr is not None:
                 z = z + tl.load(log2_counts_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0.0)[None, :]
-            z = tl.where(valid[None, :], z, float("-inf"))
+            z = tl.where(sees, z, float("-inf"))
             # Equations (5) and (6); a tile without a valid slot leaves the state as it is.
             m_new = tl.maximum(m, tl.max(z, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -241,26 +305,33 @@ def attention_kernel(
             if BLOCK_VO != HEAD_DIM_VO:
                 v_mask = v_mask & (dim_vo < HEAD_DIM_VO)[None, :]
             if V_CODEC == "none":
-                v = tl.load(v_slot[:, None] + dim_vo[None, :], mask=v_mask, other=0.0)
+                v = tl.load(v_base + v_place[:, None] + dim_vo[None, :], mask=v_mask, other=0.0)
             else:
                 v = load_tile(
-                    v_slot, dim_vo, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head,
-                    stride_vs_page, stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS,
+                    v_base, v_place, dim_vo, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head,
+                    stride_vs_page, stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE,
+                    UPCAST,
                 )  # fmt: skip
+            if V_LATE:
+                p = p * v_scale[None, :]
             v = v.to(q.dtype)
+            if V_CODEC != "none":
+                v = held(v)
             o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
             m = m_new
             if TRACE:
-                visited = trace_tokens_ptr + row * trace_tiles * BLOCK_N + slot
-                tl.store(visited, tl.where(valid, t, -1), mask=slot < last)
+                rows = (row + lane // HEADS * list_heads)[:, None]
+                visited = trace_tokens_ptr + rows * trace_tiles * BLOCK_N + slot[None, :]
+                inside = in_group[:, None] & (slot < last)[None, :]
+                tl.store(visited, tl.where(sees, t[None, :], -1), mask=inside & (lane % HEADS == 0)[:, None])
                 logits = trace_logits_ptr + (out_row * trace_tiles)[:, None] * BLOCK_N + slot[None, :]
-                tl.store(logits, z, mask=in_group[:, None] & (slot < last)[None, :])
+                tl.store(logits, z, mask=inside)
                 state = out_row * trace_tiles + begin // BLOCK_N
                 tl.store(trace_m_ptr + state, m, mask=in_group)
                 tl.store(trace_l_ptr + state, l, mask=in_group)
                 tl.store(trace_o_ptr + state[:, None] * HEAD_DIM_VO + dim_vo[None, :], o, mask=out_mask)
 
-        if SPLIT and last - first < (tl.load(kv_indptr_ptr + row + 1) - start) * BLOCK_SIZE:
+        if SPLIT and parts > 1:
             part = out_row * num_splits + split
             tl.store(partial_m_ptr + part, m, mask=in_group)
             tl.store(partial_l_ptr + part, l, mask=in_group)

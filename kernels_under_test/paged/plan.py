@@ -5,7 +5,7 @@ A plan holds while its spec, its hints and the lists of its case do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from sacts.conformance.adapter import PADDING, Case, Refused
 from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule, FallbackReason, Hints
 
 from .index import Lists, csr, distinct
+from .launches import Repeats
+from .limits import q_tile_of, tile_of
 from .tables import Tables, tables_of
-from .tasks import Tasks, tasks_of
+from .tasks import Rows, Tasks, tasks_of
+from .tuning import chosen
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class MadeFor:
 
 
 def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+    return tuple(each.name for each in fields(kind))
 
 
 def _both(planned: object, given: object, name: str) -> tuple[object, object]:
@@ -56,17 +59,16 @@ class Plan:
     """What the kernels read beside the case, all on its device. None: the spec has no such term.
 
     `kv_indptr`, `kv_indices`: the normalised lists, of a forced row the entry of its forced token alone. int32
-    [num_branches * num_tokens], the same of each branch: `token_request`, `token_position`. int32 [num_lists]: `forced`
-    (the token, -1 elsewhere), `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry;
-    `log2_counts` FP32. `made_for`: the case, as far as it may not change. `masks`: of a fallback, as `sdpa.masks_of`
-    makes them.
+    [num_branches * num_tokens], the same of each branch: `token_position`. int32 [num_lists]: `forced` (the token, -1
+    elsewhere), `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry; `log2_counts` FP32.
+    `made_for`: the case, as far as it may not change. `masks`: of a fallback, as `sdpa.masks_of` makes them.
+    `repeats`: what was launched last.
     """
 
     made_for: MadeFor
     tasks: Tasks
     kv_indptr: Tensor
     kv_indices: Tensor
-    token_request: Tensor
     token_position: Tensor
     tables: Tables
     forced: Tensor | None = None
@@ -74,15 +76,14 @@ class Plan:
     query_ordinals: Tensor | None = None
     log2_counts: Tensor | None = None
     masks: list[list[Tensor | None]] | None = None
+    repeats: Repeats = field(default_factory=Repeats, compare=False)
 
 
-def plan_of(case: Case, tile: int) -> Plan:
-    """The plan of a case in tiles of `tile` slots. Raises Refused, naming the row, for an empty one that the spec
-    forbids.
-    """
+def plan_of(case: Case) -> Plan:
+    """The plan of a case. Raises Refused, naming the row, for an empty one that the spec forbids."""
     spec, device = case.spec, case.q.device
     lists = normalized(case)
-    token_request = torch.tensor(spec.token_request, dtype=torch.int32, device=device).repeat(spec.num_branches)
+    token_request = torch.tensor(spec.token_request, device=device).repeat(spec.num_branches)
     token_position = torch.tensor(spec.token_position, dtype=torch.int32, device=device).repeat(spec.num_branches)
     forced = None
     if spec.empty_row is not EmptyRowRule.ZERO:
@@ -92,16 +93,33 @@ def plan_of(case: Case, tile: int) -> Plan:
         ordinals, query_ordinals = _ordinals(spec, lists, token_position, forced)
     return Plan(
         made_for=MadeFor(spec, case.hints, case.kv_indices.numel(), device, case.fallback),
-        tasks=tasks_of(lists.kv_indptr, spec.block_size, case.hints, tile),
+        tasks=_tasks(case, lists, token_request, forced),
         kv_indptr=lists.kv_indptr,
         kv_indices=lists.kv_indices,
-        token_request=token_request,
         token_position=token_position,
         tables=tables_of(spec, device),
         forced=forced,
         ordinals=ordinals,
         query_ordinals=query_ordinals,
         log2_counts=lists.counts.float().log2() if spec.candidate_kind is CandidateKind.MULTISET else None,
+    )
+
+
+def _tasks(case: Case, lists: Lists, token_request: Tensor, forced: Tensor | None) -> Tasks:
+    """The task table of lists, tokens of one list together where the hints say so, or where most tokens have one."""
+    spec, hints, choice = case.spec, case.hints, chosen(case)
+    q_tile = q_tile_of(spec, hints.route, choice.q_tile)
+    repeats = _repeats(spec, lists, token_request, forced) if q_tile > 1 else None
+    if repeats is not None and not choice.asked and int(repeats.sum()) * 2 < len(repeats):
+        q_tile = 1
+    request = token_request.repeat_interleave(spec.list_heads)
+    return tasks_of(
+        Rows(lists.kv_indptr[:-1], lists.kv_indptr.diff(), spec.block_size, request, repeats, spec.list_heads),
+        choice.num_splits,
+        tile_of(spec, choice.tile.kv_tile),
+        schedule=hints.schedule,
+        q_tile=q_tile,
+        least_part=choice.least_part,
     )
 
 
@@ -114,6 +132,25 @@ def normalized(case: Case) -> Lists:
         entries = case.kv_indices[real]
         return csr(rows[real], entries, torch.ones_like(entries), spec.num_lists)
     return distinct(rows[real], case.kv_indices[real], spec.num_lists)
+
+
+def _repeats(spec: AttentionSpec, lists: Lists, token_request: Tensor, forced: Tensor | None) -> Tensor:
+    """Whether each row has the list of the row before it with the same head, of the same request and branch, with the
+    same counts: bool [num_lists]. A forced row stands alone.
+    """
+    rows, heads = lists.rows, spec.list_heads
+    starts, lengths = lists.kv_indptr[:-1].long(), lists.kv_indptr.diff()
+    row = torch.arange(spec.num_lists, device=rows.device)
+    before = (row - heads).clamp(min=0)
+    repeats = (row // heads % spec.num_tokens > 0) & (lengths == lengths[before])
+    repeats &= token_request[row // heads] == token_request[before // heads]
+    if forced is not None:
+        repeats &= (forced < 0) & (forced[before] < 0)
+    at = torch.arange(len(rows), device=rows.device) - starts[rows] + starts[before][rows]
+    at = at.clamp(max=max(0, len(rows) - 1))  # of rows of other lengths, which repeat nothing
+    differs = (lists.kv_indices != lists.kv_indices[at]) | (lists.counts != lists.counts[at])
+    repeats[rows[differs]] = False
+    return repeats
 
 
 def _by_row(spec: AttentionSpec, lists: Lists, token_position: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,8 +31,8 @@ def tanh(x):
 
 @triton.jit
 def keeps(dropout_ptr, request, key, query, qo_head):
-    """Which edges dropout keeps: [heads, slots]; key [slots] position or ordinal, query scalar, qo_head [heads]. One
-    draw of Philox4x32-10 an edge: key (seed low, seed high), counter (key, query, query head, uid).
+    """Which edges dropout keeps: [heads, slots]; key [slots] position or ordinal, query and qo_head [heads]. One draw
+    of Philox4x32-10 an edge: key (seed low, seed high), counter (key, query, query head, uid).
     `dropout_ptr`: seed, threshold floor(p 2^32), then the uid of each request, int64.
     """
     seed = tl.load(dropout_ptr)
@@ -40,7 +40,7 @@ def keeps(dropout_ptr, request, key, query, qo_head):
     uid = tl.load(dropout_ptr + 2 + request).to(tl.int32)
     key_word = key[None, :] + 0 * qo_head[:, None]
     head_word = qo_head[:, None] + 0 * key_word
-    x0, _, _, _ = tl.philox(seed, key_word, query + 0 * key_word, head_word, uid + 0 * key_word)
+    x0, _, _, _ = tl.philox(seed, key_word, query[:, None] + 0 * key_word, head_word, uid + 0 * key_word)
     return x0.to(tl.int64) >= threshold
 
 

@@ -60,14 +60,14 @@ def recording_of(spec: AttentionSpec, tasks: Tasks) -> Recording:
     )
 
 
-def trace_of(tasks: Tasks, recorded: Recording) -> Trace:
+def trace_of(spec: AttentionSpec, tasks: Tasks, recorded: Recording) -> Trace:
     """The trace; maxima and logits become natural in FP64, so that this rounds nothing."""
     slots = recorded.tokens.shape[1]
     tiles = torch.arange(slots, device=recorded.tokens.device) // tasks.tile
     return Trace(
         tokens=recorded.tokens,
         tiles=tiles.expand(recorded.tokens.shape),
-        splits=splits_of(tasks, *recorded.m.shape[::2]),
+        splits=splits_of(tasks, spec.list_heads, *recorded.m.shape[::2]),
         logits=recorded.logits.double() * LN2,
         m=recorded.m.double() * LN2,
         l=recorded.l,
@@ -75,12 +75,19 @@ def trace_of(tasks: Tasks, recorded: Recording) -> Trace:
     )
 
 
-def splits_of(tasks: Tasks, num_rows: int, tiles: int) -> Tensor:
-    """The split of each tile of each row, -1 behind its last: [num_rows, tiles]."""
-    row, start, end, split = tasks.table.long().unbind(1)
-    first, behind = start // tasks.tile, (end + tasks.tile - 1) // tasks.tile
+def splits_of(tasks: Tasks, list_heads: int, num_rows: int, tiles: int) -> Tensor:
+    """The split of each tile of each row, -1 behind its last: [num_rows, tiles]; `list_heads`: rows of a token."""
+    columns = tasks.columns
+    task, member = _ranges(columns.queries)
+    row = columns.row[task] + member * list_heads
+    first, behind = columns.start // tasks.tile, (columns.end + tasks.tile - 1) // tasks.tile
+    of_row, within = _ranges((behind - first)[task])
     found = torch.full((num_rows, tiles), -1, dtype=torch.long, device=row.device)
-    task = torch.repeat_interleave(behind - first)
-    within = torch.arange(len(task), device=row.device) - ((behind - first).cumsum(0) - (behind - first))[task]
-    found[row[task], first[task] + within] = split[task]
+    found[row[of_row], first[task][of_row] + within] = columns.split[task][of_row]
     return found
+
+
+def _ranges(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """For `counts` [n], number i counts[i] times, and the place of each among its like."""
+    number = torch.repeat_interleave(counts)
+    return number, torch.arange(len(number), device=counts.device) - (counts.cumsum(0) - counts)[number]

@@ -16,6 +16,8 @@ from torch import Tensor
 from sacts.conformance.adapter import Case, Refused
 from sacts.reference.spec import Codec, CodecFormat, DType, Route
 
+from .tuning import chosen
+
 ALIGNMENT = 16
 
 
@@ -59,7 +61,7 @@ def stored(codec: Codec | None, head_dim: int) -> int:
 
 def sizes_of(case: Case, *, fp32_out: bool) -> tuple[int, ...]:
     """Bytes of the scratch of K and V, and of FP32 out, out and lse of branches, m, l and o."""
-    spec, splits = case.spec, case.hints.num_splits
+    spec, splits = case.spec, chosen(case).num_splits
     slots, out = scratch_slots(case), case.spec.num_tokens * case.spec.num_qo_heads * 4
     item = 4 if spec.dtype is DType.FP32 else 2
     k = slots * stored(spec.k_codec, spec.head_dim_qk) * (1 if spec.k_codec else item)

@@ -1,0 +1,33 @@
+"""Launches of a run that can be made again: with the same tensors, so that nothing is prepared twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from triton.compiler import CompiledKernel
+
+from sacts.conformance.adapter import Case
+
+Launch = Callable[[], object]
+
+
+@dataclass
+class Repeats:
+    """What a run launched last, and for which case, which it keeps alive: a run of this very object does it again."""
+
+    case: Case | None = None
+    launches: list[Launch] = field(default_factory=list)
+
+
+def launch(kernel: Any, grid: tuple[int], *arguments: Any, **named: Any) -> Launch:
+    """Launch a kernel, and return what launches it again with the same arguments: once compiled, without a look at them
+    (which takes longer than a short kernel).
+    """
+    compiled = kernel[grid](*arguments, **named)
+    if not isinstance(compiled, CompiledKernel):  # the interpreter
+        return partial(kernel[grid], *arguments, **named)
+    ordered = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+    return partial(compiled[(*grid, 1, 1)], *(ordered[name] for name in kernel.arg_names))

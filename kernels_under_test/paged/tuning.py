@@ -1,0 +1,148 @@
+"""The dispatch rule: tiles and splits where a case leaves them to the backend (hints of 0), from what was measured.
+
+What was measured holds for one architecture and one compiler; elsewhere a default is taken that is safe, not fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+import triton
+
+from sacts.conformance.adapter import Case
+from sacts.reference.spec import AttentionSpec, CandidateKind, DType, Hints, Schedule
+
+from .limits import k_late, v_late
+from .tables import padded
+
+LEAST_PART = 320  # slots of a part: less is not worth a merge
+LANES = 128  # query heads of all tokens of one program, where tokens share lists
+PROGRAMS = 3  # parts of rows that a processor should have at least
+MEASURED_DIM = 128  # head dims, padded
+CPU_PROCESSORS = 3  # as many as programs that stay in the interpreter
+
+
+class Work(StrEnum):
+    """What bounds a case: K and V from memory, codes to decode, or the products."""
+
+    DECODE = "decode"
+    CODES = "codes"
+    PREFILL = "prefill"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Slots of a tile, and compiler options beside those of `limits.options`."""
+
+    kv_tile: int = 64
+    options: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What is taken on one `architecture` (compute capability) with one `compiler` (major and minor version)."""
+
+    architecture: tuple[int, int]
+    compiler: str
+    tiles: dict[Work, Tile]
+
+
+ANYWHERE = Tile()
+MEASURED = (
+    Tuned(
+        architecture=(9, 0),
+        compiler="3.6",
+        tiles={
+            Work.DECODE: Tile(32, {"num_stages": 3, "maxnreg": 128}),
+            Work.CODES: Tile(128, {"num_stages": 2}),
+            Work.PREFILL: Tile(64, {"num_stages": 3}),
+        },
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a case is run with: `num_splits` parts at most, of `least_part` slots at least; `q_tile` query tokens at
+    most, and if that is `asked` for also where few of them share a list; the tile.
+    """
+
+    num_splits: int
+    least_part: int
+    q_tile: int
+    asked: bool
+    tile: Tile
+
+
+def chosen(case: Case) -> Choice:
+    """The hints of a case, and where they are 0 what was measured. It follows from what the host knows before the plan:
+    spec, hints, size of the raw lists, and the device.
+    """
+    hints, spec, device = case.hints, case.spec, case.q.device
+    splits, part = hints.num_splits, 1
+    if not splits:
+        splits, part = splits_of(spec, case.kv_indices.numel(), PROGRAMS * processors(device))
+    several = max(spec.qo_lens, default=0) > 1
+    return Choice(
+        num_splits=splits,
+        least_part=part,
+        q_tile=hints.q_tile or (max(1, LANES // spec.heads_per_list) if several else 1),
+        asked=hints.q_tile > 0,
+        tile=Tile(hints.kv_tile) if hints.kv_tile else tile_for(spec, *here(device)),
+    )
+
+
+def splits_of(spec: AttentionSpec, entries: int, programs: int) -> tuple[int, int]:
+    """How many parts a row may have, and how many slots a part has at least, where the raw lists have so many entries
+    in all: such that there are at least so many programs, and none has more than twice what a row has on average. Of
+    many queries there are programs enough: their rows are not split.
+    """
+    slots, lists = entries * spec.block_size, max(1, spec.num_lists)
+    if max(spec.qo_lens, default=0) > 1 and lists >= programs:
+        return 1, 1
+    longest = slots
+    if spec.candidate_kind is not CandidateKind.SEQUENCE:  # no entry twice
+        longest = min(slots, -(-max(spec.seq_lens, default=0) // spec.block_size) * spec.block_size)
+    part = max(LEAST_PART, min(slots // programs, 2 * slots // lists))
+    return max(1, -(-longest // part)), part
+
+
+def here(device: torch.device) -> tuple[tuple[int, int] | None, str]:
+    """Compute capability, None where there is none, and version of Triton."""
+    architecture = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return architecture, ".".join(triton.__version__.split(".")[:2])
+
+
+def tile_for(spec: AttentionSpec, architecture: tuple[int, int] | None, compiler: str) -> Tile:
+    """What was measured there for such work, or the default."""
+    same_size = padded(spec.head_dim_qk) == padded(spec.head_dim_vo) == MEASURED_DIM and spec.dtype is not DType.FP32
+    work = work_of(spec)
+    for tuned in MEASURED:
+        if (tuned.architecture, tuned.compiler) == (architecture, compiler) and same_size and work:
+            return tuned.tiles[work]
+    return ANYWHERE
+
+
+def work_of(spec: AttentionSpec) -> Work | None:
+    """What bounds a spec; None where that was not measured: codes that are scaled channel by channel, RoPE."""
+    if spec.rope or (spec.k_codec and not k_late(spec)) or (spec.v_codec and not v_late(spec)):
+        return None
+    if max(spec.qo_lens, default=0) > 1:
+        return Work.PREFILL
+    return Work.CODES if spec.k_codec or spec.v_codec else Work.DECODE
+
+
+def programs(work: int, hints: Hints, device: torch.device) -> int:
+    """Programs for `work` tasks: one each, or of those that stay one a processor."""
+    if hints.schedule is not Schedule.PERSISTENT:
+        return work
+    return min(work, processors(device))
+
+
+def processors(device: torch.device) -> int:
+    """That run programs at once."""
+    if device.type != "cuda":
+        return CPU_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,99 @@
+"""The dispatch rule: what is taken where a case leaves tiles and splits to the bundled kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_kernel_tasks import case_of
+
+from sacts.conformance.build import build
+from sacts.kernels_under_test.paged import tuning
+from sacts.kernels_under_test.paged.adapter import Adapter
+from sacts.kernels_under_test.paged.tuning import ANYWHERE, LEAST_PART, MEASURED, Work, chosen, splits_of, tile_for
+from sacts.matrices.cell import parse
+from sacts.reference.spec import AttentionSpec, Hints
+
+HERE = MEASURED[0].architecture, MEASURED[0].compiler
+PLAIN = "decode/bf16/kv:60+40/dim:128"
+
+
+def spec_of(cell: str) -> AttentionSpec:
+    return build(parse(cell)).spec
+
+
+@pytest.mark.parametrize(
+    ("cell", "work"),
+    [
+        (PLAIN, Work.DECODE),
+        ("prefill/bf16/kv:60+40/q:3+2/dim:128", Work.PREFILL),
+        ("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:fp8_e4m3fn/scales:page", Work.CODES),
+    ],
+)
+def test_what_was_measured_is_taken_there_and_nowhere_else(cell: str, work: Work) -> None:
+    spec = spec_of(cell)
+    assert tile_for(spec, *HERE) is MEASURED[0].tiles[work]
+    for architecture, compiler in (((8, 0), HERE[1]), (None, HERE[1]), (HERE[0], "3.7")):
+        assert tile_for(spec, architecture, compiler) is ANYWHERE
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "decode/fp32/kv:60+40/dim:128",
+        "decode/bf16/kv:60+40",
+        "decode/bf16/kv:60+40/dim:192/vdim:128",
+        "decode/bf16/kv:60+40/dim:128/pos:rope",
+        "decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page_channel",
+        "decode/bf16/kv:60+40/dim:128/kcodec:int4/vcodec:int4/scales:page/zeros:on",
+        "decode/fp16/kv:60+40/dim:128/vcodec:fp8_e4m3fn/scales:page",
+    ],
+)
+def test_what_was_not_measured_gets_the_default(cell: str) -> None:
+    assert tile_for(spec_of(cell), *HERE) is ANYWHERE
+
+
+def spec_with(seq_lens: tuple[int, ...], queries: int = 1, block_size: int = 16) -> AttentionSpec:
+    spec = spec_of(PLAIN)
+    return replace(spec, seq_lens=seq_lens, qo_lens=(queries,) * len(seq_lens), block_size=block_size)
+
+
+def test_few_rows_are_split_and_many_are_not() -> None:
+    one, many = spec_with((65536,)), spec_with((65536,) * 512)
+    heads = one.list_heads
+    splits, part = splits_of(one, heads * 264, programs=396)
+    assert part == LEAST_PART and splits == -(-heads * 264 * 16 // LEAST_PART)
+    splits, part = splits_of(many, 512 * heads * 264, programs=396)
+    assert part > 264 * 16
+
+
+def test_a_row_of_many_times_the_mean_is_split_however_many_rows_there_are() -> None:
+    spec = spec_with((65536,) + (8192,) * 511)
+    entries = spec.list_heads * (800 * 4 + 511 * 32 * 4)
+    splits, part = splits_of(spec, entries, programs=396)
+    mean = entries * 16 / spec.num_lists
+    assert mean < part <= 2 * mean and splits >= 800 * 64 // part
+
+
+def test_rows_of_many_queries_are_not_split() -> None:
+    assert splits_of(spec_with((16384,), queries=16384), 16384 * 2 * 128, programs=396) == (1, 1)
+
+
+def test_hints_stand_where_they_are_given() -> None:
+    hints = Hints(num_splits=3, kv_tile=32, q_tile=2)
+    choice = chosen(case_of("prefill/bf16/kv:60+40/q:3+2/dim:128", hints))
+    assert (choice.num_splits, choice.tile.kv_tile, choice.q_tile, choice.asked) == (3, 32, 2, True)
+    assert choice.tile.options == {}
+
+
+def test_the_workspace_of_a_choice_is_that_of_the_hints_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "LEAST_PART", 16)
+    cell = "decode/bf16/kv:300+9/pattern:all"
+    case = case_of(cell, Hints(num_splits=0, kv_tile=0, q_tile=0))
+    splits = chosen(case).num_splits
+    assert splits > 1
+    assert Adapter().workspace_bytes(case) == Adapter().workspace_bytes(case_of(cell, Hints(num_splits=splits)))
+    plan = Adapter().plan(case)
+    assert 1 < int(plan.tasks.parts.max()) <= splits
+    assert torch.equal(plan.tasks.columns.row.unique(), torch.arange(case.spec.num_lists))
