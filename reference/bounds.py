@@ -179,7 +179,7 @@ def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: N
         error = np.where(edge, logit_error(spec, group, numerics), 0.0)
         eta = np.where(edge & ~lone[..., None], weight_error(s, error, top, lse, tiles, numerics), 0.0)
         logit = np.where(lone, error.sum(-1), 0.0)
-        apart, exponent = (np.where(lone, x, 0.0) for x in _lone_errors(s.sum(-1), logit, lse, tiles, numerics))
+        apart, exponent = (np.where(lone, x, 0.0) for x in _lone_errors(spec, s.sum(-1), logit, lse, tiles, numerics))
     mean_eta = (w * eta).sum(-1)
     if spec.sink_logits:
         sink = np.broadcast_to(sinks, lse.shape)[..., None]
@@ -192,14 +192,15 @@ def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: N
 
 
 def _lone_errors(
-    s: Array, error: Array, lse: Array, tiles: NDArray[np.int64], numerics: Numerics
+    spec: AttentionSpec, s: Array, error: Array, lse: Array, tiles: NDArray[np.int64], numerics: Numerics
 ) -> tuple[Array, Array]:
     """Of the one edge of a row, [b, r, g]: what its numerator and denominator do not share, relative, and how far its
-    logit comes into lse wrong, absolute. Products round apart; so do merges from outputs and their lse. What the
-    kernel computes with is the wrong logit, so its size counts: docs/bounds.md section 1.
+    logit comes into lse wrong, absolute. Products round apart, those of each rescale and of dropout too; so do merges
+    from outputs and their lse. What the kernel computes with is the wrong logit, so its size counts: docs/bounds.md
+    section 1.
     """
     far, size = np.abs(s) + error, np.abs(lse) + error
-    apart = np.full(lse.shape, 16 * U32)
+    apart = np.broadcast_to((16 + tiles + 2 * bool(spec.dropout)) * U32, lse.shape)
     if numerics.splits and not numerics.merges_states:
         apart = apart + 2 * numerics.u_exp + 8 * U32 * np.maximum(size, far)
     return apart, exponent_error(far[..., None], error[..., None], far, size, tiles, numerics)[..., 0]

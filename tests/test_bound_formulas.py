@@ -84,7 +84,7 @@ def written_out_alone(row: Row, numerics: Numerics) -> tuple[list[float], float]
     products = SCALE * math.fsum(abs(a * b) for a, b in zip(row.q, key, strict=True))
     e = (gamma(len(key)) + 2 * numerics.u_operand) * products + 2 * U32 * abs(s)
     far = abs(s) + e
-    apart = 16 * U32
+    apart = 17 * U32
     if numerics.splits and not numerics.merges_states:
         apart += 2 * numerics.u_exp + 8 * U32 * far
     u_p, a_p = (0.0, 0.0) if numerics.unit_p else (U[numerics.p], A[numerics.p])
