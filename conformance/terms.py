@@ -31,7 +31,8 @@ from .draw import Array, Draw
 
 NUM_BUCKETS, FARTHEST = 8, 64
 FIRST_SLOPE = 4  # octaves below 1 of the steepest ALiBi slope; the last head has twice as many
-STEEP = 128  # keys up to which it is so steep; of more the farthest would weigh nothing that anyone could see
+STEEP = 96  # keys up to which it is so steep; of more the farthest would weigh nothing that anyone could see
+SPREAD = 3.0  # between the largest and the smallest bias of a head's buckets at most, for the same reason
 LOW_BITS, LOW_SCALE = 8, 2.0**-6
 
 
@@ -65,9 +66,16 @@ def _positional(cell: Cell, draw: Draw) -> dict[str, Any]:
         return {"alibi_slopes": tuple(2.0 ** -(octaves + FIRST_SLOPE * head / heads) for head in range(heads))}
     if cell.pos == "buckets":
         first = t5_buckets(NUM_BUCKETS, FARTHEST)
-        bias = tuple(tuple(row) for row in _numbers(draw, heads, len(first)).tolist())
+        bias = tuple(tuple(row) for row in _narrowed(_numbers(draw, heads, len(first))).tolist())
         return {"buckets": RelativeBuckets(first, bias)}
     return {}
+
+
+def _narrowed(bias: Array) -> Array:
+    """The biases [heads, buckets], those of each head brought closer where they lie more than SPREAD apart."""
+    share = np.minimum(1.0, SPREAD / np.ptp(bias, axis=1, keepdims=True))
+    narrowed: Array = (share * bias).astype(np.float32).astype(np.float64)
+    return narrowed
 
 
 def _dropout(cell: Cell, draw: Draw) -> Dropout:

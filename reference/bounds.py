@@ -17,7 +17,16 @@ from . import epilogues
 from .candidates import ValidatedCandidates
 from .formats import FORMATS, format_of, round_to
 from .forward import Group, Inputs, Rows, by_row, empty_result, evaluate, groups, kept
-from .logit_bounds import U32, accumulation, gamma, logit_error, reconstruction, weight_error, weight_rounding
+from .logit_bounds import (
+    U32,
+    accumulation,
+    exponent_error,
+    gamma,
+    logit_error,
+    reconstruction,
+    weight_error,
+    weight_rounding,
+)
 from .numerics import Accumulator, Numerics
 from .paging import PageTable
 from .spec import AttentionSpec, CandidateKind, CodecFormat, DType, Epilogue, EpilogueKind
@@ -136,12 +145,20 @@ def through_epilogue(
 class _Mass(NamedTuple):
     """What the edges of a group weigh: w_j, a_j / (1 - p), and eta_j, all 0 where there is no edge [b, r, g, S];
     `mean_eta` [b, r, g]: sum w_j eta_j, the sink's share included.
+
+    `lone` [b, r, 1]: rows of one edge, whose weight is 1 whatever its logit. Numerator and denominator share what eta_j
+    would be there, so that it is 0, and `apart` [b, r, g] is the relative error of what they do not share; `exponent`
+    [b, r, g] is the error of the logit and of its way into lse, `logit` that of the logit. All 0 elsewhere.
     """
 
     w: Array
     factors: Array
     eta: Array
     mean_eta: Array
+    lone: NDArray[np.bool_]
+    apart: Array
+    exponent: Array
+    logit: Array
 
 
 def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: Numerics, exactness: Exactness) -> _Mass:
@@ -150,14 +167,19 @@ def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: N
     w = np.exp(group.logits - lse[..., None])
     tiles = rescales(spec, group, numerics)
     sinks = np.asarray(spec.sink_logits or (0.0,) * spec.num_qo_heads)[group.qo_heads][:, None]
+    lone, none = np.zeros((*edge.shape[:2], 1), bool), np.zeros(lse.shape)
+    apart = exponent = logit = none
     if exactness.equal_logits:
         eta = _equal_weight_error(top, lse, numerics)
         if spec.sink_logits:
             eta = eta + numerics.u_exp + 10 * U32 * np.maximum(np.abs(top), np.abs(sinks))
         eta = np.where(edge, eta[..., None], 0.0)
     else:
-        error = logit_error(spec, group, numerics)
-        eta = np.where(edge, weight_error(s, error, top, lse, tiles, numerics), 0.0)
+        lone = (group.edge.sum(-1) == 1)[..., None] & (not spec.sink_logits)
+        error = np.where(edge, logit_error(spec, group, numerics), 0.0)
+        eta = np.where(edge & ~lone[..., None], weight_error(s, error, top, lse, tiles, numerics), 0.0)
+        logit = np.where(lone, error.sum(-1), 0.0)
+        apart, exponent = (np.where(lone, x, 0.0) for x in _lone_errors(spec, s.sum(-1), logit, lse, tiles, numerics))
     mean_eta = (w * eta).sum(-1)
     if spec.sink_logits:
         sink = np.broadcast_to(sinks, lse.shape)[..., None]
@@ -165,8 +187,23 @@ def _mass(spec: AttentionSpec, group: Group, top: Array, lse: Array, numerics: N
         mean_eta = mean_eta + (np.exp(sink - lse[..., None]) * eta_sink)[..., 0]
     factors = kept(spec, group)
     if factors is None:
-        return _Mass(w, np.broadcast_to(edge * 1.0, w.shape), eta, mean_eta)
-    return _Mass(w, edge * factors, eta + 2 * U32 * edge, mean_eta)
+        return _Mass(w, np.broadcast_to(edge * 1.0, w.shape), eta, mean_eta, lone, apart, exponent, logit)
+    return _Mass(w, edge * factors, eta + 2 * U32 * edge, mean_eta, lone, apart, exponent, logit)
+
+
+def _lone_errors(
+    spec: AttentionSpec, s: Array, error: Array, lse: Array, tiles: NDArray[np.int64], numerics: Numerics
+) -> tuple[Array, Array]:
+    """Of the one edge of a row, [b, r, g]: what its numerator and denominator do not share, relative, and how far its
+    logit comes into lse wrong, absolute. Products round apart, those of each rescale and of dropout too; so do merges
+    from outputs and their lse. What the kernel computes with is the wrong logit, so its size counts: docs/bounds.md
+    section 1.
+    """
+    far, size = np.abs(s) + error, np.abs(lse) + error
+    apart = np.broadcast_to((16 + tiles + 2 * bool(spec.dropout)) * U32, lse.shape)
+    if numerics.splits and not numerics.merges_states:
+        apart = apart + 2 * numerics.u_exp + 8 * U32 * np.maximum(size, far)
+    return apart, exponent_error(far[..., None], error[..., None], far, size, tiles, numerics)[..., 0]
 
 
 def _one_key_error(group: Group, rows: Rows, mass: _Mass, top: Array, lse: Array, numerics: Numerics) -> Array:
@@ -198,13 +235,11 @@ def allowance(
     l, lse, top = (np.where(some, x, empty) for x, empty in ((rows.state.l, 1.0), (rows.lse, 0.0), (rows.state.m, 0.0)))
     k = group.counts.sum(-1)[..., None]  # terms of a kernel that visits repeats one by one
     abs_v = np.abs(group.v)[:, None]
-    w, factors, eta, mean_eta = _mass(spec, group, top, lse, numerics, exactness)
+    mass = _mass(spec, group, top, lse, numerics, exactness)
+    w, factors, eta, mean_eta, lone = mass[:5]
 
-    p, part = weight_rounding(numerics), FORMATS[numerics.partial]
-    u_p, a_p = (0.0, 0.0) if exactness.zero_logits and numerics.unit_p else (p.u, p.a)
-    dyadic = exactness.dyadic_p and eta.max(initial=0.0) < p.u / 2 and p.a < LEAST_DYADIC
-    if numerics.unit_p and (exactness.one_key or dyadic):
-        u_p, a_p = 0.0, 0.0
+    part = FORMATS[numerics.partial]
+    u_p, a_p = _cast_of_p(spec, mass, k, numerics, exactness)
     exact = exactness.exact_sums and numerics.unit_p
     largest_p = l if isinstance(numerics.p, CodecFormat) and not numerics.unit_p else 1.0  # P over l before its cast
     sums = np.zeros(k.shape) if exact else gamma(k)
@@ -222,12 +257,12 @@ def allowance(
     plain_sum = (factors * group.counts[:, :, None]) @ abs_v
     abs_out = np.abs(rows.out)
     if exactness.one_key:
-        wrong_weights = _one_key_error(group, rows, _Mass(w, factors, eta, mean_eta), top, lse, numerics)
+        wrong_weights = _one_key_error(group, rows, mass, top, lse, numerics)
     else:
         wrong_weights = (w * factors * eta) @ abs_v + abs_out * mean_eta[..., None]
     half_width = (
-        wrong_weights  # logits, exponential, rescale, merge
-        + u_p * (abs_out if exactness.equal_logits else abs_sum)  # cast of P: equal P share one rounding error
+        np.where(lone[..., None], mass.apart[..., None] * abs_out, wrong_weights)  # logits, exponential, rescale, merge
+        + u_p[..., None] * (abs_out if exactness.equal_logits else abs_sum)  # cast of P: equal P share one error
         + (a_p * largest_p / l)[..., None] * (abs_out * k[..., None] if exactness.equal_logits else plain_sum)
         + ((products + rescale) * (1 + u_p))[..., None] * abs_sum  # accumulation of P V
         + (sums + 4 * U32 + cast_l)[..., None] * abs_out  # denominator
@@ -240,11 +275,25 @@ def allowance(
         half_width = half_width + part.u * (abs_out + half_width) + part.a  # stored before it is gated
     own = rows.own_error
     own_out = U64 * abs_out if exactness.equal_logits and exactness.exact_sums else own.out
+    log_width = mass.exponent + rho / (1 - rho) + log_error(l, np.abs(lse) + mass.logit, np.abs(top) + mass.logit)
     return (
         np.where(some[..., None], half_width + own_out, 0.0),
-        np.where(some, rho / (1 - rho) + log_error(l, lse, top) + own.lse, 0.0),
+        np.where(some, log_width + own.lse, 0.0),
         (trusted & own.in_range) | ~some,
     )
+
+
+def _cast_of_p(
+    spec: AttentionSpec, mass: _Mass, k: NDArray[np.int64], numerics: Numerics, exactness: Exactness
+) -> tuple[Array, Array]:
+    """u_P and a_P by row, [b, r, 1]: 0 where every P is exactly 1, or a power of two."""
+    p = weight_rounding(numerics)
+    dyadic = exactness.dyadic_p and mass.eta.max(initial=0.0) < p.u / 2 and p.a < LEAST_DYADIC
+    unit = np.full(k.shape, exactness.zero_logits or exactness.one_key or dyadic)
+    if not spec.dropout:
+        unit = unit | (mass.lone & (k == 1))
+    unit &= numerics.unit_p
+    return np.where(unit, 0.0, p.u), np.where(unit, 0.0, p.a)
 
 
 def _holds_sums(numerics: Numerics) -> bool:

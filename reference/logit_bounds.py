@@ -182,6 +182,16 @@ def weight_error(
 ) -> Array:
     """eta [b, r, g, S]: relative error of each un-normalised weight e^(s_j - m): s masked logits, `error` of them,
     top, lse and rescales [b, r, g].
+    """
+    with np.errstate(over="ignore"):
+        relative: Array = np.expm1(exponent_error(s, error, top, lse, rescales, numerics))
+    return relative  # of e^x for an x wrong by so much, which may be large where the weight is small
+
+
+def exponent_error(
+    s: Array, error: Array, top: Array, lse: Array, rescales: NDArray[np.int64], numerics: Numerics
+) -> Array:
+    """Absolute error of the logarithm of each un-normalised weight, [b, r, g, S]; arguments as in `weight_error`.
 
     Every running maximum that a weight meets lies between its own logit and the final one, so their larger size
     stands for M of GATES.md section 2: a far smaller logit elsewhere in the row costs nothing.
@@ -196,6 +206,4 @@ def weight_error(
     )
     if numerics.splits:
         eta = eta + numerics.u_exp + 8 * U32 * np.maximum(np.abs(lse)[..., None], size) + 4 * U32
-    with np.errstate(over="ignore"):
-        relative: Array = np.expm1(eta)  # of e^x for an x wrong by eta, which may be large where the weight is small
-    return relative
+    return eta

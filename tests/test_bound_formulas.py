@@ -77,6 +77,29 @@ def written_out(row: Row, numerics: Numerics, walked: int) -> tuple[list[float],
     return half_width, rho / (1 - rho) + log_error
 
 
+def written_out_alone(row: Row, numerics: Numerics) -> tuple[list[float], float]:
+    """The same for a row of one key."""
+    (key,), (v,) = row.k, row.v.tolist()
+    s = SCALE * math.fsum(a * b for a, b in zip(row.q, key, strict=True))
+    products = SCALE * math.fsum(abs(a * b) for a, b in zip(row.q, key, strict=True))
+    e = (gamma(len(key)) + 2 * numerics.u_operand) * products + 2 * U32 * abs(s)
+    far = abs(s) + e
+    apart = 17 * U32
+    if numerics.splits and not numerics.merges_states:
+        apart += 2 * numerics.u_exp + 8 * U32 * far
+    u_p, a_p = (0.0, 0.0) if numerics.unit_p else (U[numerics.p], A[numerics.p])
+    cast_l = u_p + a_p if numerics.l_sums_cast_p else 0.0
+    rho = gamma(1) + cast_l
+    u_part, a_part = (U[numerics.partial], A[numerics.partial]) if numerics.splits else (0.0, 0.0)
+    factor = (
+        apart + u_p + 2 * numerics.u_operand + a_p + (gamma(1) + U32) * (1 + u_p) + gamma(1) + 4 * U32 + cast_l + u_part
+    )
+    half_width = [(factor * abs(x) + a_part + 2.0**-126 * (2 + abs(x))) / (1 - rho) for x in v]
+    merge = numerics.u_exp + 8 * U32 * far + 4 * U32 if numerics.splits else 0.0
+    exponent = e + 14 * U32 * far + 2 * numerics.u_exp + 2 * U32 + merge
+    return half_width, exponent + rho / (1 - rho) + 2 * (2.0**-21 + 8 * U32 * far) + U32 * far
+
+
 def evaluated(row: Row, seq_len: int, numerics: Numerics, block_size: int = 1, junk: float = 0.0) -> Expected:
     """The row by `expected`: a token list, or all blocks under a window that leaves its keys; `junk` in other slots."""
     k, d = row.k.shape
@@ -119,6 +142,36 @@ def test_the_bounds_are_the_formulas_of_the_document(contract: str, spread: floa
     half_width, lse_bound = written_out(row, numerics, walked=300 if numerics.dense else 70)
     np.testing.assert_allclose(found.half_width[0, 0], half_width, rtol=1e-6)
     np.testing.assert_allclose(found.lse_bound[0, 0], lse_bound, rtol=1e-6)
+
+
+ALONE = CONTRACTS | {
+    "P is 1": Numerics(DType.BF16, DType.FP32, unit_p=True, l_sums_cast_p=True),
+    "states merged": Numerics(DType.FP32, DType.FP32, splits=True, merges_states=True),
+    "outputs merged": Numerics(DType.FP32, DType.FP32, splits=True),
+}
+
+
+@pytest.mark.parametrize("contract", ALONE)
+@pytest.mark.parametrize("spread", [1.0, 1000.0])
+def test_the_bounds_of_a_row_of_one_edge_are_those_of_the_document(contract: str, spread: float) -> None:
+    random = np.random.default_rng(12)
+    row = Row(random.normal(size=24), spread * random.normal(size=(1, 24)), 0.3 + random.normal(size=(1, 5)))
+    found = evaluated(row, 300, ALONE[contract])
+    half_width, lse_bound = written_out_alone(row, ALONE[contract])
+    assert found.trusted.all()
+    np.testing.assert_allclose(found.half_width[0, 0], half_width, rtol=1e-4)  # the reference's own error
+    np.testing.assert_allclose(found.lse_bound[0, 0], lse_bound, rtol=1e-6)
+
+
+def test_a_row_of_one_edge_has_a_bound_of_out_where_rows_of_more_have_none() -> None:
+    random = np.random.default_rng(13)
+    numerics = Numerics(DType.BF16, DType.BF16, u_operand=2.0**-8, unit_p=True)
+    rows = [Row(random.normal(size=24), 100 * random.normal(size=(k, 24)), random.normal(size=(k, 5))) for k in (1, 2)]
+    alone, two = (evaluated(row, 300, numerics) for row in rows)
+    assert alone.trusted.all()
+    assert not two.trusted.any()
+    assert (alone.half_width < 0.01 * np.abs(alone.out)).all()
+    assert 0.5 < alone.lse_bound[0, 0] < 20
 
 
 @pytest.mark.parametrize("k", [3, 70])

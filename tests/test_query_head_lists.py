@@ -123,7 +123,7 @@ def test_lists_of_query_heads_are_lists_over_repeated_kv_heads(spec: AttentionSp
     numerics = ARITHMETICS["bf16"][1].numerics
     bound, other = expected(spec, problem.inputs, *where, numerics), expected(mha, inputs, *where, numerics)
     for name in ("half_width", "lse_bound"):
-        np.testing.assert_allclose(getattr(bound, name), getattr(other, name), rtol=1e-6)  # each holds its own error
+        np.testing.assert_allclose(getattr(bound, name), getattr(other, name), rtol=1e-5)  # each holds its own error
     for name in ("edges", "trusted"):
         assert (getattr(bound, name) == getattr(other, name)).all()
 

@@ -201,7 +201,7 @@ def test_where_out_hides_a_lost_candidate_lse_decides_whether_the_case_could_hav
         def run(self, case: Case, plan: Any = None) -> Outputs:
             return replace(super().run(case), lse=None)
 
-    cell = parse("prefill/fp16/kv:127+40/q:17+1/heads:7-1/dim:80/page:128/pattern:all/tile:128/pos:alibi/vcodec:int4")
+    cell = parse("prefill/fp16/kv:96+40/q:17+1/heads:7-1/dim:80/page:128/pattern:all/tile:128/pos:alibi/vcodec:int4")
     verdicts = [judge(Launcher(Backend(each()), "cpu"), "x", cell).verdict for each in (Adapter, WithoutLse)]
     assert verdicts == [Verdict.PASS, Verdict.UNTRUSTED]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sacts.reference.bounds import GENERIC, Exactness
-from sacts.reference.formats import round_to
+from sacts.reference.formats import FORMATS, round_to
 from sacts.reference.forward import Inputs, edges
 from sacts.reference.spec import DType
 from sacts.reports.records import PROVES
@@ -29,6 +29,7 @@ SHIFT, WITNESS_SHIFT = 96.0, 1024.0  # sizes of the shifting channel of q and K,
 HUGE = 10.0  # times q and K
 HUGE_ROUNDED = {DType.BF16: 2.5}  # where 16 bits may round K on its way, so that the logits' errors stay below a half
 OTHER_HUGE_ROUNDED = 4.0  # in the other dtypes
+HUGE_TURNED = 1.75  # in BF16 where K may be rounded twice, from codes and by RoPE, at head dimension 128
 HOT_KEY = 8.0  # and STALE_VALUE: stale data in slots that belong to no committed token
 
 
@@ -96,7 +97,18 @@ def _at_edges(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Ar
 def _huge(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     spec = problem.spec
     size = HUGE_ROUNDED.get(spec.dtype, OTHER_HUGE_ROUNDED) if spec.rope or spec.k_codec else HUGE
+    if spec.rope and spec.k_codec:  # errors of logits grow like u size^2 and the root of the dimension
+        finer = FORMATS[DType.BF16].u / FORMATS[spec.dtype].u
+        size = min(size, HUGE_TURNED * finer**0.5 * (128 / spec.head_dim_qk) ** 0.25)
     return size * q, size * k, v
+
+
+def _heavy(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Cubes of normal numbers; where BF16 may round K on its way, q shrinks as the sums of products grow."""
+    spec = problem.spec
+    rounded = spec.dtype is DType.BF16 and (spec.rope or spec.k_codec)
+    size = min(1.0, (128 / spec.head_dim_qk) ** 0.5) if rounded else 1.0
+    return size * q**3, k**3, v**3
 
 
 _VALUES: dict[str, Callable[[Problem, Array, Array, Array], tuple[Array, Array, Array]]] = {
@@ -105,7 +117,7 @@ _VALUES: dict[str, Callable[[Problem, Array, Array, Array], tuple[Array, Array, 
     "shifted": lambda problem, q, k, v: (*_shift(q, k, SHIFT), v),
     "equal": lambda problem, q, k, v: (*_equal_keys(q, k), v),
     "scale_edges": _at_edges,
-    "heavy": lambda problem, q, k, v: (q**3, k**3, v**3),
+    "heavy": _heavy,
 }
 
 
