@@ -13,7 +13,7 @@ import pytest
 
 from sacts.conformance.adapter import Capabilities
 from sacts.conformance.check import UNLOCKS, check
-from sacts.conformance.child import OPTIONAL_MEMBERS
+from sacts.conformance.messages import OPTIONAL_MEMBERS
 from sacts.conformance.testing import run_conformance
 from sacts.conformance.worker import Worker
 

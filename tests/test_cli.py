@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sacts.conformance.judge import blank
 from sacts.reports import records
-from sacts.reports.records import Verdict
+from sacts.reports.records import Verdict, blank
 
 SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
 VERDICTS = {20: Verdict.FALLBACK, 21: Verdict.FALLBACK, 104: Verdict.FAIL}

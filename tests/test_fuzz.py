@@ -15,11 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sacts.conformance.cli import app
-from sacts.conformance.judge import blank
 from sacts.matrices import strategies, tiers
 from sacts.matrices.cell import Cell, parse
 from sacts.reports import failures, records
-from sacts.reports.records import Finding, Gate, Record, Verdict
+from sacts.reports.records import Finding, Gate, Record, Verdict, blank
 
 SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
 ODD = str(Path(__file__).parent / "adapters" / "odd.py")
