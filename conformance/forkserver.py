@@ -2,9 +2,8 @@
 
 A forked child is as separate as one that was started afresh: it has a session, descriptors, an environment and a
 temporary folder of its own, and is killed with all that it started. It shares with the server only what was read while
-modules were imported, so a server is good for one environment and one folder; others get a server of their own. It
-never imports an adapter and is used on the CPU only: it must neither break with what it starts nor fork the context of
-a device.
+modules were imported, so a server is good for one environment; another gets a server of its own. It never imports an
+adapter and is used on the CPU only: it must neither break with what it starts nor fork the context of a device.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Forked:
 
 
 class Server:
-    """The server of one module, in the environment and folder of its start."""
+    """The server of one module, in the environment of its start."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._requests, theirs = socket.socketpair()
@@ -95,13 +94,13 @@ def fork(
     if sys.platform != "linux":
         return None
     shared = {name: text for name, text in environment.items() if name not in PER_CHILD}
-    key = json.dumps([module, str(Path.cwd()), shared], sort_keys=True)
+    key = json.dumps([module, shared], sort_keys=True)
     with _lock:
         if key not in _servers:
             while _servers:
                 _servers.popitem()[1].close()
             _servers[key] = Server(module, shared)
-        return _servers[key].fork(*descriptors, [arguments, environment])
+        return _servers[key].fork(*descriptors, [arguments, environment, str(Path.cwd())])
 
 
 def _line(control: socket.socket) -> bytes:
@@ -162,13 +161,17 @@ def _become(descriptors: Sequence[int]) -> list[str]:
     stdin, reply, stderr, control = descriptors
     os.setsid()
     with socket.socket(fileno=control) as client:
-        arguments, environment = json.loads(_line(client))
+        arguments, environment, folder = json.loads(_line(client))
         client.sendall(b"%d\n" % os.getpid())
     for descriptor, number in ((stdin, 0), (stderr, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder)
+    if not sys.flags.safe_path:
+        sys.path[0] = folder  # as of `python -m`
+    sys.path_importer_cache.clear()  # of entries that are relative
     tempfile.tempdir = None
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # as in a fresh process, from the system: else every child draws the same

@@ -92,20 +92,31 @@ def test_a_child_has_no_descriptor_that_a_fresh_one_has_not(start: Start) -> Non
     assert len(facts(start())["descriptors"]) == len(facts(start(fresh=True))["descriptors"])
 
 
-@pytest.mark.parametrize("change", ["environment", "folder"])
-def test_what_an_import_may_have_read_gets_a_server_of_its_own(
-    start: Start, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_environment_gets_a_server_of_its_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import may have read it."""
     before = facts(start())["imported"]
-    if change == "environment":
-        monkeypatch.setenv("IMPORTED_WITH", "this")
-    else:
-        monkeypatch.chdir(tmp_path)
-    after = facts(start())
-    assert after["imported"][0] != before[0]
-    assert after["imported"][1] == ("this" if change == "environment" else before[1])
-    assert after["cwd"] == str(Path.cwd())
+    monkeypatch.setenv("IMPORTED_WITH", "this")
+    after = facts(start())["imported"]
+    assert after[0] != before[0]
+    assert (before[1], after[1]) == (None, "this")
     assert len(forkserver._servers) == 1
+
+
+def test_a_child_imports_from_the_folder_that_it_is_started_in(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [facts(start())]
+    for n in range(2):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        (folder / "mine.py").write_text(f"NUMBER = {n}")
+        monkeypatch.chdir(folder)
+        child = start()
+        seen.append(facts(child))
+        child.send(b"import mine; print(mine.NUMBER, file=out, flush=True)")
+        assert child.read(60) == b"%d" % n
+        assert seen[-1]["cwd"] == str(folder)
+    assert len({each["imported"][0] for each in seen}) == 1
 
 
 @pytest.mark.parametrize("options", [{"fresh": True}, {"device": "cuda"}, {"device": "cuda:1"}])
