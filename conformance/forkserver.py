@@ -24,6 +24,7 @@ from threading import Lock
 from typing import NoReturn
 
 PER_CHILD = ("TMPDIR", "PYTEST_CURRENT_TEST")  # differ from child to child, and no import depends on them
+START = 120.0  # seconds for the imports and the fork; then it is started in another way
 LOST = -signal.SIGKILL  # the exit code of a child whose watcher was killed
 
 
@@ -64,15 +65,18 @@ class Server:
             )
 
     def fork(self, stdin: int, reply: int, stderr: int, request: Sequence[object]) -> Forked | None:
-        """A child with these descriptors; None where the server has ended, as where an import fails."""
+        """A child with these descriptors; None where the server has ended, as where an import fails, or hangs."""
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        ours.settimeout(START)
+        with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
             socket.send_fds(self._requests, [b"f"], [stdin, reply, stderr, theirs.fileno()])
             theirs.close()
             ours.sendall(json.dumps(request).encode() + b"\n")
             if pid := _line(ours):
+                ours.settimeout(None)
                 return Forked(int(pid), ours)
         ours.close()
+        self._process.kill()
         return None
 
     def close(self) -> None:

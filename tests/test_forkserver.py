@@ -183,6 +183,16 @@ def test_a_module_that_does_not_load_says_so_itself(start: Start, tmp_path: Path
     assert "cannot be loaded" in child.said()
 
 
+def test_an_import_that_hangs_in_the_server_costs_a_wait(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver, "START", 0.5)
+    hangs = "import sys, time\nif 'forkserver' in sys.argv[0]: time.sleep(600)\n"
+    (tmp_path / "told.py").write_text(hangs + MODULE)
+    for _ in range(2):
+        assert facts(start())["parent"] == os.getpid()
+
+
 def test_a_server_with_another_thread_forks_nothing(start: Start, tmp_path: Path) -> None:
     """A lock that the thread holds would stay locked in the child."""
     thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
