@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from sacts.reference.spec import DType
 from sacts.reports.records import Record, Verdict
 
-from .child import OPTIONAL_MEMBERS
 from .conventions import alternatives
+from .messages import OPTIONAL_MEMBERS
 from .worker import Worker
 
 CELLS = (

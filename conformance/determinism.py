@@ -26,6 +26,7 @@ from .build import Problem
 from .contract import place_of
 from .conventions import problem_for
 from .launch import Launcher, Observed
+from .messages import Measurement
 from .probes.applicability import terms_of
 from .probes.inputs import RANDOM
 from .relations import RELATIONS, Variant, chosen, heads_reversed, hinted, relabelled, repeated, scaled, shuffled
@@ -35,27 +36,6 @@ Ints = NDArray[np.int64]
 
 SPLITS, TILES = (1, 2, 3, 5), (16, 32, 128)  # of the schedule, each varied alone
 LOAD = 2048  # side of the matrices that keep a GPU busy while it is measured
-
-
-class Measurement(msgspec.Struct, frozen=True):
-    """One output at one level. `distinct`: the most different results that any row had; `range_use`: the largest
-    distance of two launches over what the bound allows; `place`: the first row that differs, and `variant` the call
-    that lies farthest from the original, or empty.
-    """
-
-    level: str
-    output: str
-    launches: int
-    distinct: int
-    range_use: float
-    place: str
-    promised: bool
-    variant: str = ""
-
-    @property
-    def kept(self) -> bool:
-        """Whether a promise, if there is one, held; without one the range must lie within the bound."""
-        return self.distinct == 1 if self.promised else self.range_use <= 1
 
 
 def _repeats(problem: Problem, inputs: Inputs, repeats: int) -> Iterator[Variant]:

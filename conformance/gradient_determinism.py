@@ -21,9 +21,10 @@ from .backward_launch import Call, ObservedGradients, launch_backward
 from .build import Problem
 from .contract import place_of
 from .conventions import problem_for
-from .determinism import LEVELS, SPLITS, Measurement, busy, promised
+from .determinism import LEVELS, SPLITS, busy, promised
 from .gates.gradients import Bounds, bounds_of
 from .launch import Launcher
+from .messages import Measurement
 from .probes.gradients import GradientCopy, random_copy
 from .relations import Variant
 

@@ -22,7 +22,7 @@ from .gates.layout import poison, poisoned, surroundings
 from .launch import Launcher
 from .localise.gradient_names import element_name
 from .localise.gradients import locate_gradient
-from .localise.launches import BUDGET
+from .messages import BUDGET
 from .probes.gradients import PROBES, GradientCopy, copies
 
 SEPARATE = "span"  # caches of such strides are so large that each copy is launched by itself

@@ -5,14 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 import msgspec
 import numpy as np
 
 from sacts.matrices.axes import Execution, Phase
 from sacts.matrices.cell import Cell
-from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sample, Verdict
+from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Sample, Verdict, blank
 
 from . import conventions, inspection, sample
 from .adapter import Refused, Support
@@ -89,19 +88,6 @@ class _Sheet:
 
 def _with(record: Record, **changes: object) -> Record:
     return Record(**{name: getattr(record, name) for name in record.__struct_fields__} | changes)
-
-
-def blank(adapter: str, device: str, cell_id: str, replicate: int, verdict: Verdict, sentence: str = "") -> Record:
-    """A record of a cell about which nothing but the verdict is known."""
-    return Record(
-        suite=version("sacts"),
-        adapter=adapter,
-        device=device,
-        cell=cell_id,
-        replicate=replicate,
-        verdict=verdict,
-        sentence=sentence,
-    )
 
 
 def judge(launcher: Launcher, adapter: str, cell: Cell, replicate: int = 0) -> Record:

@@ -164,12 +164,12 @@ def _filled_memory(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms imports the compiler, for 2 s
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 @dataclass(frozen=True)

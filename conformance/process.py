@@ -14,36 +14,47 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from . import forkserver
+from .forkserver import Forked
+
 TAIL = 4000  # bytes of its standard error that are looked at
 
 
 class ChildProcess:
     """`python -m module DESCRIPTOR arguments`, for a device; `gpu`: the only one that it sees, by its place among those
-    that are visible here. Its temporary files go with it.
+    that are visible here; `fresh`: shares no start with other children, not the seed of hashes nor the places of
+    libraries in memory. Its temporary files go with it.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], device: str, gpu: int | None = None) -> None:
-        read, write = os.pipe()
+    def __init__(
+        self, module: str, arguments: Sequence[str], device: str, gpu: int | None = None, fresh: bool = False
+    ) -> None:
+        stdin, orders = os.pipe()
+        self._replies, replies = os.pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="sacts-", ignore_cleanup_errors=True)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child, see close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(write), *arguments],
-            stdin=subprocess.PIPE,
+        environment = _environment(device, gpu) | {"TMPDIR": self._folder.name}
+        descriptors = (stdin, replies, self._stderr.fileno())
+        forks = device == "cpu" and not fresh
+        forked = forkserver.fork(module, arguments, descriptors, environment) if forks else None
+        self._process: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(
+            [sys.executable, "-m", module, str(replies), *arguments],
+            stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
-            pass_fds=(write,),
-            env=_environment(device, gpu) | {"TMPDIR": self._folder.name},
+            pass_fds=(replies,),
+            env=environment,
             start_new_session=True,
         )
-        os.close(write)
-        self._replies, self._buffer = read, b""
+        os.close(stdin)
+        os.close(replies)
+        self._orders, self._buffer = os.fdopen(orders, "wb"), b""
 
     def send(self, order: bytes) -> None:
         """Hand it one line; a child that has ended takes none, and says nothing."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(order + b"\n")
-            self._process.stdin.flush()
+            self._orders.write(order + b"\n")
+            self._orders.flush()
 
     def read(self, seconds: float) -> bytes | None:
         """Its next line; b"" where it ended, None where it took too long."""
@@ -78,9 +89,10 @@ class ChildProcess:
         """End it, by force if need be, and what it left behind."""
         self.kill()
         self._process.wait()
-        assert self._process.stdin is not None
+        if isinstance(self._process, Forked):
+            self._process.release()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._orders.close()
         os.close(self._replies)
         self._stderr.close()
         self._folder.cleanup()

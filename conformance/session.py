@@ -14,9 +14,8 @@ import pytest
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from sacts.reports.records import Record, Verdict, decode
+from sacts.reports.records import Record, Verdict, blank, decode
 
-from .judge import blank
 from .plugin import RECORD
 from .worker import Limits
 

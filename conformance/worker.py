@@ -9,16 +9,28 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from sacts.reports.records import Record, Verdict
+from sacts.reports.records import Record, Verdict, blank
 
+from .messages import (
+    Ask,
+    Describe,
+    Described,
+    Judged,
+    Locate,
+    Located,
+    Measure,
+    Measured,
+    Message,
+    Order,
+    Returned,
+    Started,
+    Stated,
+)
 from .process import ChildProcess, innermost
-
-if TYPE_CHECKING:
-    from .child import Ask, Describe, Described, Locate, Located, Measure, Measured, Order, Stated
 
 Reply = TypeVar("Reply")
 
@@ -44,13 +56,21 @@ class Lost(NamedTuple):
 
 class Worker:
     """Judges cells of one adapter on one device, one at a time; `gpu`: the only one that its process sees, by its place
-    among those that are visible here.
+    among those that are visible here; `fresh`: its process shares no start with others.
     """
 
-    def __init__(self, adapter: str, device: str = "cpu", limits: Limits | None = None, gpu: int | None = None) -> None:
+    def __init__(
+        self,
+        adapter: str,
+        device: str = "cpu",
+        limits: Limits | None = None,
+        gpu: int | None = None,
+        fresh: bool = False,
+    ) -> None:
         self.adapter = adapter
         self.device = device
         self.gpu = gpu
+        self.fresh = fresh
         self.limits = limits or Limits()
         self._process: ChildProcess | None = None
 
@@ -62,8 +82,6 @@ class Worker:
 
     def judge(self, cell: str, replicate: int = 0, declare: Mapping[str, str] | None = None) -> Record:
         """The record of one cell, whatever the backend does; `declare`: conventions to declare otherwise."""
-        from .child import Judged, Order
-
         answer = self._ask(Order(cell, replicate, dict(declare or {})), Judged)
         if isinstance(answer, Record):
             return answer
@@ -73,41 +91,31 @@ class Worker:
 
     def describe(self) -> Described:
         """What the adapter declares."""
-        from .child import Describe, Described
-
         answer = self._ask(Describe(), Described)
         return Described(error=answer.sentence) if isinstance(answer, Record) else answer
 
     def statuses(self, cells: Sequence[str]) -> Stated:
         """What `support` declares for these cells."""
-        from .child import Ask, Stated
-
         answer = self._ask(Ask(list(cells)), Stated)
         return Stated(error=answer.sentence) if isinstance(answer, Record) else answer
 
     def measure(self, cell: str, replicate: int = 0, repeats: int = 0) -> Measured:
         """How far results of one cell vary in this process; `repeats` 0: only a digest of each output."""
-        from .child import Measure, Measured
-
         answer = self._ask(Measure(cell, replicate, repeats), Measured)
         return Measured(error=answer.sentence) if isinstance(answer, Record) else answer
 
     def locate(self, cell: str, replicate: int, budget: int) -> Located:
         """Where the backend is wrong in one cell, with at most `budget` launches beyond the first two."""
-        from .child import Locate, Located
-
         answer = self._ask(Locate(cell, replicate, budget), Located)
         return Located(error=answer.sentence) if isinstance(answer, Record) else answer
 
     def _ask(self, order: Order | Describe | Measure | Locate | Ask, reply: type[Reply]) -> Reply | Record:
         """The child's answer, or the record of its loss."""
-        from .child import Message, Returned, Started
-
         cell, replicate = getattr(order, "cell", ""), getattr(order, "replicate", 0)
         if self._process is None:
             limits = (str(self.limits.launch), str(self.limits.first))
             arguments = (self.adapter, self.device, *limits)
-            self._process = ChildProcess("sacts.conformance.child", arguments, self.device, self.gpu)
+            self._process = ChildProcess("sacts.conformance.child", arguments, self.device, self.gpu, self.fresh)
         process = self._process
         process.send(msgspec.json.encode(order))
         launch, limit, inside = 0, SUITE_LIMIT, False
@@ -138,8 +146,6 @@ class Worker:
 
     def _lost(self, cell: str, replicate: int, lost: Lost, timed_out: bool) -> Record:
         """The verdict on a child that ended or hung; the next cell gets a new one."""
-        from .judge import blank
-
         assert self._process is not None
         code = None if timed_out else self._process.wait()
         tail = self._process.said()

@@ -6,8 +6,9 @@ levels around it that breaks no constraint; first defaults are tried, then every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import combinations, product
+from collections.abc import Iterable
+from functools import cache
+from itertools import chain, combinations, product, starmap
 from typing import NamedTuple
 
 from .cell import Cell
@@ -44,12 +45,18 @@ def completed(row: Row) -> dict[str, str] | None:
 
 def _beside(row: Row, bases: Iterable[dict[str, str]]) -> dict[str, str] | None:
     """One of some full rows that break no constraint, with what `row` changes, if that breaks none."""
-    near = tuple(dict.fromkeys(table for axis in row for table in _OF_AXIS[axis]))
+    near = _near(tuple(row))
     for base in bases if all(table.permits(row) for table in near) else ():
         whole = {**base, **row}
-        if all(table.permits(whole) for table in near):
+        if all(table.allows(whole) for table in near):
             return whole
     return None
+
+
+@cache
+def _near(axes: tuple[str, ...]) -> tuple[Table, ...]:
+    """The tables that any of these axes decides."""
+    return tuple(dict.fromkeys(table for axis in axes for table in _OF_AXIS[axis]))
 
 
 def _searched(row: Row) -> dict[str, str] | None:
@@ -86,6 +93,20 @@ def _fill(row: dict[str, str], left: dict[str, list[str]]) -> bool:
     return False
 
 
+def _completes(row: Row, bases: list[dict[str, str]]) -> bool:
+    """Whether there is a full row with those of `row`. The base that last did for one stands first, as it does for the
+    next most often; a row that only the search finds becomes one.
+    """
+    for n, base in enumerate(bases):
+        if _beside(row, (base,)) is not None:
+            bases.insert(0, bases.pop(n))
+            return True
+    if (whole := _searched(row)) is None:
+        return False
+    bases.insert(0, whole)
+    return True
+
+
 def feasible(strength: int) -> frozenset[Tuple]:
     """Every combination of levels of so many axes that some cell can have."""
     known: dict[Tuple, bool] = {}  # what is not tied by any constraint decides nothing
@@ -95,11 +116,7 @@ def feasible(strength: int) -> frozenset[Tuple]:
         for pairs in product(*axes):
             tied = tuple(pair for pair in pairs if _OF_AXIS[pair[0]])
             if tied not in known:
-                row = dict(tied)
-                known[tied] = _beside(row, bases) is not None
-                if not known[tied] and (whole := _searched(row)) is not None:
-                    known[tied] = True
-                    bases.append(whole)
+                known[tied] = _completes(dict(tied), bases)
             if known[tied]:
                 found.append(pairs)
     return frozenset(found)
@@ -109,16 +126,13 @@ def covered(cells: Iterable[Cell], strength: int) -> frozenset[Tuple]:
     """The combinations of levels that these cells have; a cell with a value that is no level (an empty pattern, a
     request without keys) hides what stands beside it and covers nothing.
     """
-    return frozenset(each for cell in cells for each in _tuples(cell, strength))
-
-
-def _tuples(cell: Cell, strength: int) -> Iterator[Tuple]:
-    levels = levels_of(cell)
-    if not all(levels.values()):
-        return
-    own = [[pair for pair in pairs if pair[1] in levels[pair[0]]] for pairs in _PAIRS]
-    for axes in combinations(own, strength):
-        yield from product(*axes)
+    found = set[Tuple]()
+    for cell in cells:
+        levels = levels_of(cell)
+        if all(levels.values()):
+            own = [[pair for pair in pairs if pair[1] in levels[pair[0]]] for pairs in _PAIRS]
+            found.update(chain.from_iterable(starmap(product, combinations(own, strength))))
+    return frozenset(found)
 
 
 def coverage(cells: Iterable[Cell], strength: int) -> Coverage:

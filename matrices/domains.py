@@ -39,6 +39,7 @@ class Model:
             tuple(code for code, of in enumerate(self.axis_of) if of == number) for number in range(len(levels))
         )
         self.supports = tuple(self.support(table.axes, table.allowed) for table in tables)
+        self._cells: dict[tuple[str, ...], dict[tuple[str, ...], Cell]] = {}
 
     def support(self, axes: Sequence[str], allowed: Iterable[tuple[str, ...]]) -> Support:
         """A table by code, whatever the order of `allowed`."""
@@ -53,7 +54,13 @@ class Model:
         return Support(numbers, having, (1 << len(known)) - 1)
 
     def cells(self, axes: Sequence[str]) -> dict[tuple[str, ...], Cell]:
-        """Of each combination of levels of some axes that makes one a cell, all else at first levels."""
+        """Of each combination of levels of some axes that makes one a cell, all else at first levels; made once."""
+        key = tuple(axes)
+        if key not in self._cells:
+            self._cells[key] = self._made(key)
+        return self._cells[key]
+
+    def _made(self, axes: tuple[str, ...]) -> dict[tuple[str, ...], Cell]:
         first = {axis: names[0] for axis, names in self.levels.items()}
         found = {}
         for names in product(*(self.levels[axis] for axis in axes)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import product
+from operator import itemgetter
 from types import SimpleNamespace
 
 from .axes import AXES
@@ -127,7 +128,7 @@ class Table:
             for levels in product(*(LEVELS[axis] for axis in self.axes))
             if constraint.holds(_stub(dict(zip(self.axes, levels, strict=True))))  # type: ignore[arg-type]  # values by axis name
         )
-
+        self._levels = itemgetter(*self.axes)
         self._parts: dict[tuple[int, ...], frozenset[tuple[str, ...]]] = {}
 
     def permits(self, row: Row) -> bool:
@@ -136,6 +137,10 @@ class Table:
         if known not in self._parts:
             self._parts[known] = frozenset(tuple(levels[i] for i in known) for levels in self.allowed)
         return tuple(row[self.axes[i]] for i in known) in self._parts[known]
+
+    def allows(self, whole: Row) -> bool:
+        """`permits` of a full row."""
+        return self._levels(whole) in self.allowed
 
 
 def _stub(row: Row) -> SimpleNamespace:

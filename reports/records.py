@@ -9,6 +9,7 @@ import shlex
 import tempfile
 from collections.abc import Iterable
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -168,6 +169,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def accepted(self) -> bool:
         """Whether the verdict accepts the case."""
         return self.verdict in ACCEPTED
+
+
+def blank(adapter: str, device: str, cell_id: str, replicate: int, verdict: Verdict, sentence: str = "") -> Record:
+    """A record of a cell about which nothing but the verdict is known."""
+    return Record(
+        suite=version("sacts"),
+        adapter=adapter,
+        device=device,
+        cell=cell_id,
+        replicate=replicate,
+        verdict=verdict,
+        sentence=sentence,
+    )
 
 
 def reproduce(record: Record) -> str:

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from sacts.conformance.audit import audit, judged
 from sacts.conformance.gates import generic
-from sacts.conformance.judge import blank
 from sacts.conformance.session import Selection
 from sacts.conformance.worker import Limits
 from sacts.kernels_under_test import faults
 from sacts.matrices import tiers
-from sacts.reports.records import Finding, Gate, Record, Verdict
+from sacts.reports.records import Finding, Gate, Record, Verdict, blank
 
 CELLS = Path(__file__).parent / "audit.cells"
 CATALOGUE = faults.audited()

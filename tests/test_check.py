@@ -10,17 +10,17 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from command import sacts
 
 from sacts.conformance.adapter import Capabilities
 from sacts.conformance.check import UNLOCKS, check
-from sacts.conformance.child import OPTIONAL_MEMBERS
+from sacts.conformance.messages import OPTIONAL_MEMBERS
 from sacts.conformance.testing import run_conformance
 from sacts.conformance.worker import Worker
 
 FILE = Path(__file__).parent / "adapters" / "conventions.py"
 TABLE = runpy.run_path(str(FILE))["TABLE"]
 NO_CONVENTIONS = {"numerics", "determinism", "d_lse", "reads_saved", "plan_keeps", "graph", "fallback_numerics"}
-SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -43,10 +43,6 @@ def test_a_right_declaration_is_accepted_and_what_is_missing_is_said() -> None:
     assert result.observed is None
     assert result.missing == ("workspace_bytes", "plan", "normalize", "trace", "backward")
     assert set(UNLOCKS) == set(OPTIONAL_MEMBERS)
-
-
-def sacts(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SACTS, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_the_command_prints_declared_and_observed(tmp_path: Path) -> None:

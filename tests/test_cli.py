@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import sacts, sacts_apart
 
-from sacts.conformance.judge import blank
 from sacts.reports import records
-from sacts.reports.records import Verdict
+from sacts.reports.records import Verdict, blank
 
-SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
 VERDICTS = {20: Verdict.FALLBACK, 21: Verdict.FALLBACK, 104: Verdict.FAIL}
 MISBEHAVING = str(Path(__file__).parent / "adapters" / "misbehaving.py")
-
-
-def sacts(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SACTS, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +59,7 @@ def test_four_bad_cells_are_four_verdicts(tmp_path: Path) -> None:
     tier = tmp_path / "mine.cells"
     tier.write_text("".join(f"decode/fp16/kv:{n}/pattern:all\n" for n in (20, 101, 102, 103, 104, 21)))
     limits = ["--timeout", "2", "--compile-timeout", "2"]
-    done = sacts(tmp_path, "run", "-t", str(tier), "-a", MISBEHAVING, "-n", "2", *limits)
+    done = sacts_apart(tmp_path, "run", "-t", str(tier), "-a", MISBEHAVING, "-n", "2", *limits)
     assert done.returncode == records.EXIT_FAILURES
     judged = records.read(tmp_path / "sacts-report" / "records.jsonl")
     bad = {record.cell: record.verdict for record in judged if not record.accepted}
@@ -93,7 +86,7 @@ def test_an_adapter_file_in_the_users_folder_is_judged(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --nonsense\n")
     (tmp_path / "mine.py").write_text("from sacts.kernels_under_test.sdpa import Adapter as Mine\n")
     for name in ("mine.py:Mine", "mine:Mine"):
-        done = sacts(tmp_path, "run", "-a", name, "-k", "kv:17")
+        done = sacts_apart(tmp_path, "run", "-a", name, "-k", "kv:17")
         assert done.returncode == records.EXIT_ACCEPTED, done.stderr
         assert "1 fallback" in done.stdout
 

@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 from sacts.conformance.adapter import Backend, Capabilities, Case, Determinism, Outputs
 from sacts.conformance.build import build
 from sacts.conformance.cli import app
+from sacts.conformance.cli.determinism import PROCESSES
 from sacts.conformance.determinism import EXACT, HEADS, LEVELS, Measurement, across_processes, measure
 from sacts.conformance.launch import Launcher, Observed
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.conformance.relations import chosen, heads_reversed, relabelled, scaled, shuffled
+from sacts.conformance.worker import Worker
 from sacts.kernels_under_test.sdpa import Adapter
 from sacts.matrices.cell import parse
 from sacts.reference.forward import forward
@@ -163,9 +165,19 @@ def test_relabelling_moves_pages_and_shuffling_moves_entries() -> None:
     assert (shuffled(problem, inputs, 0).problem.raw.indices != problem.raw.indices).any()
 
 
-def test_the_command_says_what_was_measured() -> None:
+def test_the_command_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes are started afresh: those of one server share the seed of hashes and places in memory."""
+    fresh = list[bool]()
+
+    class Seen(Worker):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            fresh.append(self.fresh)
+
+    monkeypatch.setattr("sacts.conformance.cli.determinism.Worker", Seen)
     result = CliRunner().invoke(app, ["determinism", "decode/fp16/kv:20", "-a", "sdpa", "--repeats", "1"])
     assert result.exit_code == 0, result.output
+    assert fresh == [False] + [True] * PROCESSES
     for level in Determinism:
         assert str(level) in result.output
     for gradient in ("d_q", "d_k", "d_v"):

@@ -10,8 +10,7 @@ import torch
 
 from sacts.conformance import child
 from sacts.conformance.device import HELD, WAITS, crowded, release
-from sacts.conformance.judge import blank
-from sacts.reports.records import Record, Verdict
+from sacts.reports.records import Record, Verdict, blank
 
 CELL = "decode/fp16/kv:17"
 FULL = "OutOfMemoryError: CUDA out of memory. Tried to allocate 8.00 GiB"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import sacts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from sacts.reports import records
 
 SMOKE, TERMS = (tiers.load(tiers.path_of(tier)) for tier in ("smoke", "terms"))
 CELLS = SMOKE + TERMS
-SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
 
 # Each comparison as a filter, and the same in Python.
 COMPARISONS = {
@@ -75,10 +73,6 @@ def test_what_cannot_be_read_is_told(text: str, words: str) -> None:
     with pytest.raises(FilterError) as caught:
         parse(text)
     assert words in str(caught.value)
-
-
-def sacts(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SACTS, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_the_matrix_is_looked_at_through_filters(tmp_path: Path) -> None:

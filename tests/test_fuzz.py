@@ -6,28 +6,22 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from itertools import islice
 from pathlib import Path
 
 import pytest
+from command import SACTS, sacts
 from typer.testing import CliRunner
 
 from sacts.conformance.cli import app
-from sacts.conformance.judge import blank
 from sacts.matrices import strategies, tiers
 from sacts.matrices.cell import Cell, parse
 from sacts.reports import failures, records
-from sacts.reports.records import Finding, Gate, Record, Verdict
+from sacts.reports.records import Finding, Gate, Record, Verdict, blank
 
-SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
 ODD = str(Path(__file__).parent / "adapters" / "odd.py")
 WHERE = "phase=decode and window>0 and pattern=all and values=gaussian and exec=eager and heads=6-3"
-
-
-def sacts(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SACTS, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
 def expected(cell: Cell) -> Verdict:

@@ -26,7 +26,7 @@ from sacts.conformance.audit import audit
 from sacts.conformance.build import Problem, build
 from sacts.conformance.contract import ContractBroken
 from sacts.conformance.gradients import GradientVerdict, judge_gradients
-from sacts.conformance.judge import blank, judge
+from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.gradients import copies
 from sacts.kernels_under_test.emulation.adapter import Adapter
@@ -37,7 +37,7 @@ from sacts.matrices import tiers
 from sacts.matrices.cell import parse
 from sacts.reference.numerics import Numerics
 from sacts.reference.spec import CandidateKind, DType
-from sacts.reports.records import Gate, Record, Verdict, decode, encode
+from sacts.reports.records import Gate, Record, Verdict, blank, decode, encode
 
 REPLICATES = int(os.environ.get("SACTS_GRADIENTS", "0"))
 GRADIENTS = {"d_q", "d_k", "d_v", "d_sink"}

@@ -10,7 +10,7 @@ from sacts.conformance.worker import Worker
 from sacts.reports.records import Verdict
 
 CELLS = (
-    "prefill/bf16/kv:65+40/q:3+2/heads:8-1/window:20/pos:rope/lists:query_head",
+    "prefill/bf16/kv:65+40/q:2+1/heads:4-1/window:20/pos:rope/lists:query_head",
     "decode/fp16/kv:90+40/pattern:union/kind:multiset/lists:query_head",
     "decode/fp32/kv:90+40/dropout:30/kind:sequence/lists:query_head",
     "decode/bf16/kv:90+40/heads:8-2/block:16/kcodec:int8/vcodec:fp8_e4m3fn/scales:page_head/route:gather/lists:query_head",

@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 
 from sacts.conformance.cli import app
 from sacts.conformance.cli.ladder import first_missed, told
-from sacts.conformance.judge import blank
 from sacts.kernels_under_test.faults import catalogue
 from sacts.matrices import shards
 from sacts.matrices.ladder import RUNGS, Rung, up_to
-from sacts.reports.records import Record, Verdict
+from sacts.reports.records import Record, Verdict, blank
 
 ADDED = {
     "random pages": {"map"},

@@ -23,9 +23,10 @@ from sacts.conformance.judge import judge
 from sacts.conformance.launch import Launcher
 from sacts.conformance.localise.bisection import first_bad_tile, partners
 from sacts.conformance.localise.cuts import some_requests, tile_range
-from sacts.conformance.localise.launches import BUDGET, BudgetSpent, Family, Meter
+from sacts.conformance.localise.launches import BudgetSpent, Family, Meter
 from sacts.conformance.localise.locate import Location, locate
 from sacts.conformance.localise.tomography import decode
+from sacts.conformance.messages import BUDGET
 from sacts.conformance.probes.inputs import COUNT, RANDOM
 from sacts.kernels_under_test.emulation.adapter import Adapter as Model
 from sacts.kernels_under_test.emulation.forward import forward as model_forward

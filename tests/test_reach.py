@@ -9,14 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from sacts.conformance.cli import app
-from sacts.conformance.judge import blank
 from sacts.conformance.reach import reaches
 from sacts.conformance.session import Selection
 from sacts.conformance.worker import Worker
 from sacts.matrices.cell import parse
 from sacts.matrices.coverage import covered, feasible
 from sacts.reports import html
-from sacts.reports.records import Record, Verdict
+from sacts.reports.records import Record, Verdict, blank
 
 PLAIN, CAPPED = "decode/fp16/kv:1+40", "decode/bf16/kv:17+40/cap:20"
 SEEN = Path(__file__).parent / "adapters" / "seen_gpu.py"

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sacts.conformance.judge import blank
 from sacts.reports import records
-from sacts.reports.records import EXIT_ACCEPTED, EXIT_FAILURES, EXIT_INCOMPLETE, Record, RecordError, Verdict
+from sacts.reports.records import EXIT_ACCEPTED, EXIT_FAILURES, EXIT_INCOMPLETE, Record, RecordError, Verdict, blank
 
 
 def record(verdict: Verdict = Verdict.PASS, cell: str = "decode/fp16/kv:1", adapter: str = "a") -> Record:

@@ -13,8 +13,9 @@ import torch
 
 from sacts.conformance.adapter import PADDING, Backend, Case, Determinism, Outputs
 from sacts.conformance.build import Problem, build
-from sacts.conformance.determinism import Measurement, measure
+from sacts.conformance.determinism import measure
 from sacts.conformance.launch import Launcher, Observed
+from sacts.conformance.messages import Measurement
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.conformance.relations import RELATIONS, entries_repeated
 from sacts.kernels_under_test.emulation.adapter import Adapter

@@ -7,10 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
-from sacts.conformance.judge import blank
 from sacts.matrices.cell import axis_values
 from sacts.reports import html, junit
-from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Strip, Verdict
+from sacts.reports.records import PROVES, Finding, Gate, ProbeResult, Record, Strip, Verdict, blank
 
 EVIL = "<script>alert(1)</script>"
 STRIP = Strip(first=[0, 4], step=4, observed=[0.5, 0.0], expected=[0.25, 0.25], elsewhere=0.5)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 import pytest
+from command import sacts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from sacts.reports.records import Record, Verdict
 from sacts.reports.shards import Manifest, MergeError, load, merge, read_durations, write, write_durations
 
 SMOKE = tiers.load(tiers.path_of("smoke"))
-SACTS = [sys.executable, "-c", "from sacts.conformance.cli import main; main()"]
 SECONDS = st.dictionaries(st.sampled_from([cell.id for cell in SMOKE]), st.floats(0.001, 1000.0))
 
 
@@ -170,10 +168,6 @@ def test_durations_are_read_as_they_are_written(tmp_path: Path) -> None:
 
 
 # --- the command line
-
-
-def sacts(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SACTS, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_two_shards_are_judged_apart_and_merged(tmp_path: Path) -> None:

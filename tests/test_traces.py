@@ -18,6 +18,7 @@ from sacts.conformance.adapter import Backend, Case, Outputs, Trace
 from sacts.conformance.build import build
 from sacts.conformance.contract import ContractBroken
 from sacts.conformance.launch import Launcher
+from sacts.conformance.localise import traces
 from sacts.conformance.localise.locate import locate
 from sacts.conformance.localise.traces import judge_trace, read_trace
 from sacts.kernels_under_test.emulation.adapter import Adapter
@@ -26,6 +27,7 @@ from sacts.kernels_under_test.emulation.rows import by_token
 from sacts.kernels_under_test.faults import ModelFault, patched
 from sacts.matrices.cell import parse
 from sacts.reference.spec import DType, EpilogueKind
+from sacts.reference.tile_bounds import tile_states
 from sacts.reports.records import Finding, Gate
 
 NAMES = [name for name, spec in SPECS.items() if spec.epilogue.kind is EpilogueKind.NONE and "KV" not in name]
@@ -120,6 +122,20 @@ def test_a_maximum_that_lags_further_than_declared_is_named() -> None:
     assert finding is not None
     assert finding.gate is Gate.LOGITS
     assert "running maximum" in finding.sentence
+
+
+def test_the_states_of_a_row_are_made_once_for_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, trace, how = traced("plain", "fp32")
+    made = list[object]()
+
+    def counted(spec: object, group: object, *arguments: object, **options: object) -> object:
+        made.append(group)
+        return tile_states(spec, group, *arguments, **options)  # type: ignore[arg-type]  # passed on as they came
+
+    monkeypatch.setattr(traces, "tile_states", counted)
+    assert found(problem, trace, how) is None
+    splits = trace.splits.max().item() + 1
+    assert 0 < len(made) <= problem.spec.num_rows * splits
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rich.table import Table
 from sacts.matrices.cell import CellError, parse
 from sacts.reports import records
 
-from ..determinism import Measurement, across_processes
+from ..messages import Measurement
 from ..worker import Worker
 from .common import PATIENT, AsJson, Device, adapter_names, check_device, err, out, usage
 
@@ -39,6 +39,8 @@ def determinism(
 
     [bold]sacts determinism -a my_kernel.py -d cuda --repeats 30[/]
     """
+    from ..determinism import across_processes
+
     check_device(device)
     found: list[tuple[str, Measurement]] = []
     for cell in track(list(cells or DEFAULT_CELLS), "measuring", console=err):
@@ -50,7 +52,7 @@ def determinism(
             measured = worker.measure(cell, repeats=repeats)
         processes = []
         for _ in range(PROCESSES):
-            with Worker(adapter, device, PATIENT) as worker:
+            with Worker(adapter, device, PATIENT, fresh=True) as worker:
                 processes.append(worker.measure(cell))
         for part in (measured, *processes):
             if part.error:

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from sacts.reports import records
-from sacts.reports.records import INCOMPLETE, Record, RecordError
+from sacts.reports.records import INCOMPLETE, Record, RecordError, blank
 
 from .common import Device, err, out
 
@@ -51,7 +51,6 @@ def _read(file: Path) -> list[Record]:
 
 def _judge(record: Record, adapter: str, device: str) -> Record:
     from .. import loading
-    from ..judge import blank
     from ..worker import Worker
 
     try:

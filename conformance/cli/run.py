@@ -153,13 +153,15 @@ def run(
     with _tier_of(cells or [], source, whole, part, durations_of(durations)) as (path, chosen, needed):
         mine = [cell.id for cell in cells_of(path)]
         both = f"({chosen}) and ({expression})" if chosen and expression else chosen or expression
+        drawn = max(replicates, needed)
+        cases = len(adapters) * (len(cells) * replicates if cells else len(mine) * drawn)
         selection = Selection(
             path,
             adapters,
             device,
             both,
-            max(replicates, needed),
-            processes_for(processes, device),
+            drawn,
+            min(processes_for(processes, device), cases),
             Limits(timeout, compile_timeout),
             gpus() if device == "cuda" else 0,
         )

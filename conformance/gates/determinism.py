@@ -14,8 +14,9 @@ from sacts.reference.spec import CandidateKind, Hints, Route, Schedule
 from sacts.reports.records import Finding, Gate
 
 from ..adapter import Determinism
-from ..determinism import Measurement, measured, outputs, widths
+from ..determinism import measured, outputs, widths
 from ..launch import Launcher, Observed
+from ..messages import Measurement
 from ..probes.copies import Copy
 from ..relations import Variant, chosen, relabelled, repeated, shuffled
 

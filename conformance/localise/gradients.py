@@ -19,10 +19,11 @@ from ..backward_launch import ObservedGradients, call_of, launch_backward
 from ..contract import AdapterRaised, ContractBroken
 from ..gates.gradients import bounds_of, uses
 from ..launch import Launcher
+from ..messages import BUDGET
 from ..probes.gradients import Edges, GradientCopy, attended_edges, is_plain
 from .deltas import NEAR, another_row, called, deltas, wrong_delta
 from .gradient_names import element_name, row_name, slot_name
-from .launches import BUDGET, BudgetSpent
+from .launches import BudgetSpent
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -15,11 +15,10 @@ from sacts.reference.spec import EpilogueKind, Hints
 from ..build import Problem
 from ..gates.intervals import lse_use, out_use
 from ..launch import Launcher, Observed
+from ..messages import BUDGET
 
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-
-BUDGET = 20  # launches that a localisation may use
 
 
 class BudgetSpent(Exception):

@@ -21,12 +21,13 @@ from ..gates.intervals import judge_lse
 from ..gates.layout import LAUNCHES, judge_layout
 from ..inspection import normalized, traced
 from ..launch import Launcher, Observed
+from ..messages import BUDGET
 from ..probes.inputs import COUNT, RANDOM, Probe
 from .bisection import first_bad_tile, partners, try_split
 from .channels import few_channels, misplaced, wrong_channels
 from .clues import Clue, Kind, Reading, read
 from .count import read_count
-from .launches import BUDGET, BudgetSpent, Family, Meter, Seen, reference_numerics
+from .launches import BudgetSpent, Family, Meter, Seen, reference_numerics
 from .slots import name, owner_of, walk
 from .tomography import decode
 

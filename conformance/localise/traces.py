@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -161,8 +163,18 @@ class _Row:
             words = f"the logit of token {token} is {_beside(observed[head, i], right[head, i], bound[head, i])}"
             yield self._finding(Gate.LOGITS, int(self.tiles[at[i]]), words, head, token)
 
+    @cached_property
+    def _shared(self) -> list[Iterator[tuple[int, TileStates, int]]]:
+        return [self._each_state()]
+
     def _states(self) -> Iterator[tuple[int, TileStates, int]]:
-        """Each tile that ends a state with an edge, in order: the tile, expected states, and which of them is its."""
+        """Each tile that ends a state with an edge, in order: the tile, expected states, and which of them is its; made
+        once, as far as a layer asks.
+        """
+        self._shared[0], states = tee(self._shared[0])
+        return states
+
+    def _each_state(self) -> Iterator[tuple[int, TileStates, int]]:
         if self.group is None:
             return
         at, key, share = self._visits()
