@@ -11,6 +11,7 @@ from test_kernel_tasks import case_of
 from sacts.conformance.build import build
 from sacts.kernels_under_test.paged import tuning
 from sacts.kernels_under_test.paged.adapter import Adapter
+from sacts.kernels_under_test.paged.limits import k_late, v_late
 from sacts.kernels_under_test.paged.tuning import ANYWHERE, LEAST_PART, MEASURED, Work, chosen, splits_of, tile_for
 from sacts.matrices.cell import parse
 from sacts.reference.spec import AttentionSpec, Hints
@@ -52,6 +53,22 @@ def test_what_was_measured_is_taken_there_and_nowhere_else(cell: str, work: Work
 )
 def test_what_was_not_measured_gets_the_default(cell: str) -> None:
     assert tile_for(spec_of(cell), *HERE) is ANYWHERE
+
+
+@pytest.mark.parametrize(
+    ("cell", "k", "v"),
+    [
+        ("decode/bf16/kv:60/kcodec:int8/vcodec:int8/scales:page", True, True),
+        ("decode/fp16/kv:60/kcodec:int8/vcodec:int8/scales:page", True, False),  # P times a small scale
+        ("decode/fp16/kv:60/pos:rope/kcodec:fp8_e5m2/vcodec:fp8_e5m2", False, False),  # the sum of two codes
+        ("decode/bf16/kv:60/kcodec:int8/vcodec:int8/scales:channel", False, False),
+        ("decode/bf16/kv:60/kcodec:int4/vcodec:int4/scales:page/zeros:on", False, False),
+        ("decode/bf16/kv:60", False, False),
+    ],
+)
+def test_codes_are_scaled_behind_the_product_where_its_operands_hold_them(cell: str, k: bool, v: bool) -> None:
+    spec = spec_of(cell)
+    assert (k_late(spec), v_late(spec)) == (k, v)
 
 
 def spec_with(seq_lens: tuple[int, ...], queries: int = 1, block_size: int = 16) -> AttentionSpec:

@@ -77,7 +77,8 @@ def scale_of(scales_ptr, page, offset, head, stride_page, stride_token, stride_h
 @triton.jit
 def held(x):
     """x [slots, d] itself, which stays as the threads have loaded it up to here: decoded there 16 bytes at a time, not
-    byte by byte where the product wants them.
+    byte by byte where the product wants them. For at least 32 slots: the compiler gives each thread twice as many of an
+    operand that was joined, and of 16 it makes a wrong one.
     """
     first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     return tl.reshape(tl.join(first, second), [x.shape[0], x.shape[1]])

@@ -272,8 +272,6 @@ def attention_kernel(
                     )  # fmt: skip
                 k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
                 k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
-            if K_CODEC != "none":
-                k = held(k.to(q.dtype))
             # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
             z = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=INPUT_PRECISION)
             if turns_ptr is not None:
@@ -315,7 +313,7 @@ def attention_kernel(
             if V_LATE:
                 p = p * v_scale[None, :]
             v = v.to(q.dtype)
-            if V_CODEC != "none":
+            if V_CODEC != "none" and BLOCK_N > 16:
                 v = held(v)
             o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
             m = m_new

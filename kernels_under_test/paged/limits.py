@@ -40,8 +40,10 @@ def tile_of(spec: AttentionSpec, hint: int) -> int:
 
 
 def k_late(spec: AttentionSpec) -> bool:
-    """Whether codes of K go into the product, whose operands hold them exactly, and what comes out of it is scaled."""
-    return _one_scale(spec.k_codec)
+    """Whether codes of K go into the product, whose operands hold them exactly, and what comes out of it is scaled. Not
+    behind RoPE: two codes that are added may exceed what FP16 holds.
+    """
+    return _one_scale(spec.k_codec) and not spec.rope
 
 
 def v_late(spec: AttentionSpec) -> bool:
