@@ -24,7 +24,7 @@ class Plan:
 
     mask: Any
     pages: slice
-    options: dict[str, Any]
+    options: Any
 
 
 class Adapter:
