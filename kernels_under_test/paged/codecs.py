@@ -68,20 +68,18 @@ def signed_nibble(code, second):
 
 
 @triton.jit
-def scale_of(scales_ptr, page, offset, head, stride_page, stride_token, stride_head, mask):
-    """Scales of slots by page and offset, [slots], 0 where the mask hides them; strides are 0 along what shares one."""
-    place = page.to(tl.int64) * stride_page + offset * stride_token + head * stride_head
-    return tl.load(scales_ptr + place, mask=mask, other=0.0)
+def held(x):
+    """x [slots, d] itself, which stays as the threads have loaded it up to here: decoded there 16 bytes at a time, and
+    handed to the product as a tile that never had codes. The compiler looks for these behind most operations, but not
+    behind a reduction; this is one of single elements, and costs nothing.
+    """
+    return tl.reduce(tl.reshape(x, [x.shape[0], x.shape[1], 1]), 2, either)
 
 
 @triton.jit
-def held(x):
-    """x [slots, d] itself, which stays as the threads have loaded it up to here: decoded there 16 bytes at a time, not
-    byte by byte where the product wants them. For at least 32 slots: the compiler gives each thread twice as many of an
-    operand that was joined, and of 16 it makes a wrong one.
-    """
-    first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    return tl.reshape(tl.join(first, second), [x.shape[0], x.shape[1]])
+def either(x, y):
+    """Of a reduction that never combines."""
+    return x
 
 
 @triton.jit
@@ -106,18 +104,22 @@ def load_tile(
     UPCAST: tl.constexpr,
 ):
     """K or V of the slots at a place [slots] from base_ptr, channels dim [d]: as stored without a codec, else
-    (code - zero) * scale in FP32, or where LATE the codes, whose products are scaled. CHANNELS: scales change along
-    dim. What is not valid [slots], and what the mask [slots, d or 1] leaves out, is 0, whatever lies there and in its
-    scale.
+    (code - zero) * scale in FP32, or where LATE the codes; and the scales [slots] that their products then get, else 1.
+    CHANNELS: scales change along dim; strides are 0 along what shares one. What is not valid [slots], and what the mask
+    [slots, d or 1] leaves out, is 0, whatever lies there and in its scale.
     """
+    scale = 1.0
     if CODEC == "none":
         value = tl.load(base_ptr + place[:, None] + dim[None, :], mask=mask, other=0.0)
     else:
         per_byte: tl.constexpr = 2 if (CODEC == "int4" or CODEC == "int4_high") else 1
         code = tl.load(base_ptr + place[:, None] + (dim // per_byte)[None, :], mask=mask, other=0)
         value = decoded(code, dim, offset, CODEC, UPCAST)
-        if not LATE:
-            scale_at = (page.to(tl.int64) * stride_page + offset * stride_token + head * stride_head)[:, None]
+        scale_at = page.to(tl.int64) * stride_page + offset * stride_token + head * stride_head
+        if LATE:
+            scale = tl.load(scales_ptr + scale_at, mask=valid, other=0.0)
+        else:
+            scale_at = scale_at[:, None]
             there = valid[:, None]
             if CHANNELS:
                 scale_at = scale_at + (dim * stride_dim)[None, :]
@@ -125,4 +127,4 @@ def load_tile(
             if zeros_ptr is not None:
                 value = value - tl.load(zeros_ptr + scale_at, mask=there, other=0.0)
             value = value * tl.load(scales_ptr + scale_at, mask=there, other=0.0)
-    return value
+    return value, scale

@@ -12,33 +12,10 @@ its bf16 arithmetic is wrong and its casts truncate (DESIGN section 10).
 import triton
 import triton.language as tl
 
-from .codecs import held, load_tile, place_of, scale_of
-from .terms import epilogue, keeps, tanh, turned, with_sink
-
-
-@triton.jit
-def entry_at(entries_ptr, slot, last, BLOCK_SIZE: tl.constexpr):
-    """The entry of the list at entries_ptr that a slot belongs to."""
-    return tl.load(entries_ptr + quotient(slot, BLOCK_SIZE), mask=slot < last, other=0)
-
-
-@triton.jit
-def token_and_page(entry, slot, last, table_ptr, seq_len, BLOCK_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """The logical position of a slot, T where the list has ended; and its page, equation (17): table_n(t // P)."""
-    t = tl.where(slot < last, entry * BLOCK_SIZE + remainder(slot, BLOCK_SIZE), seq_len)
-    return t, tl.load(table_ptr + quotient(t, PAGE_SIZE), mask=t < seq_len, other=0)
-
-
-@triton.jit
-def quotient(n, divisor: tl.constexpr):
-    """n // divisor of int32 that are not negative, which takes fewer instructions where the compiler knows it."""
-    return (n.to(tl.uint32) // divisor).to(tl.int32)
-
-
-@triton.jit
-def remainder(n, divisor: tl.constexpr):
-    """n % divisor of int32 that are not negative."""
-    return (n.to(tl.uint32) % divisor).to(tl.int32)
+from .codecs import held, load_tile, place_of
+from .lookups import entry_at, remainder, token_and_page
+from .recorder import record
+from .terms import epilogue, keeps, position_bias, tanh, turned, with_sink
 
 
 @triton.jit(do_not_specialize=["num_work", "num_tokens"])
@@ -189,8 +166,6 @@ def attention_kernel(
         q = q.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
         if forced_ptr is not None:
             forced = tl.load(forced_ptr + row)
-        if slopes_ptr is not None:
-            slope = tl.load(slopes_ptr + qo_head, mask=in_group, other=0.0)
 
         out_row = token.to(tl.int64) * list_heads * GROUP + qo_head
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
@@ -239,37 +214,21 @@ def attention_kernel(
                 place = (start.to(tl.int64) * BLOCK_SIZE + slot) * copies + work % copies
                 k_place = place * stride_k_token
                 v_place = place * stride_v_token
-            if K_LATE:
-                k_scale = scale_of(
-                    k_scales_ptr, page, offset, kv_head, stride_ks_page, stride_ks_token, stride_ks_head, valid
-                )
-            if V_LATE:
-                v_scale = scale_of(
-                    v_scales_ptr, page, offset, kv_head, stride_vs_page, stride_vs_token, stride_vs_head, valid
-                )
             k_mask = valid[:, None]
             if turns_ptr is not None:
                 k_mask = k_mask & (dim_k >= 0)[None, :]
             elif BLOCK_QK != HEAD_DIM_QK:
                 k_mask = k_mask & (dim_qk < HEAD_DIM_QK)[None, :]
-            if K_CODEC == "none":
-                k = tl.load(k_base + k_place[:, None] + dim_k[None, :], mask=k_mask, other=0.0)
-            else:
-                k = load_tile(
-                    k_base, k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE,
-                    UPCAST,
-                )  # fmt: skip
+            k, k_scale = load_tile(
+                k_base, k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, UPCAST,
+            )  # fmt: skip
             if turns_ptr is not None:  # each key turns by its own position
                 k_mask = valid[:, None] & (dim_k_2 >= 0)[None, :]
-                if K_CODEC == "none":
-                    k_2 = tl.load(k_base + k_place[:, None] + dim_k_2[None, :], mask=k_mask, other=0.0)
-                else:
-                    k_2 = load_tile(
-                        k_base, k_place, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                        stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE,
-                        UPCAST,
-                    )  # fmt: skip
+                k_2, k_scale = load_tile(
+                    k_base, k_place, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
+                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, UPCAST,
+                )  # fmt: skip
                 k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
                 k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
             # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
@@ -281,13 +240,10 @@ def attention_kernel(
             z = z * scale
             if cap_log2 is not None:
                 z = tanh(z) * cap_log2
-            if slopes_ptr is not None:
-                z = z - slope[:, None] * tl.abs(query[:, None] - key[None, :]).to(tl.float32)
-            if bucket_bias_ptr is not None:
-                distance = query[:, None] - key[None, :]
-                column = tl.minimum(tl.maximum(distance, -bucket_reach), bucket_reach) + bucket_reach
-                bias = bucket_bias_ptr + qo_head[:, None] * (2 * bucket_reach + 1) + column
-                z = z + tl.load(bias, mask=in_group[:, None], other=0.0)
+            if slopes_ptr is not None or bucket_bias_ptr is not None:
+                z += position_bias(
+                    query[:, None] - key[None, :], qo_head, in_group, slopes_ptr, bucket_bias_ptr, bucket_reach
+                )
             if log2_counts_ptr is not None:
                 z = z + tl.load(log2_counts_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0.0)[None, :]
             z = tl.where(sees, z, float("-inf"))
@@ -302,32 +258,23 @@ def attention_kernel(
             v_mask = valid[:, None]
             if BLOCK_VO != HEAD_DIM_VO:
                 v_mask = v_mask & (dim_vo < HEAD_DIM_VO)[None, :]
-            if V_CODEC == "none":
-                v = tl.load(v_base + v_place[:, None] + dim_vo[None, :], mask=v_mask, other=0.0)
-            else:
-                v = load_tile(
-                    v_base, v_place, dim_vo, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head,
-                    stride_vs_page, stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE,
-                    UPCAST,
-                )  # fmt: skip
+            v, v_scale = load_tile(
+                v_base, v_place, dim_vo, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head,
+                stride_vs_page, stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE, UPCAST,
+            )  # fmt: skip
             if V_LATE:
                 p = p * v_scale[None, :]
             v = v.to(q.dtype)
-            if V_CODEC != "none" and BLOCK_N > 16:
+            if V_CODEC != "none":
                 v = held(v)
             o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
             m = m_new
             if TRACE:
-                rows = (row + lane // HEADS * list_heads)[:, None]
-                visited = trace_tokens_ptr + rows * trace_tiles * BLOCK_N + slot[None, :]
-                inside = in_group[:, None] & (slot < last)[None, :]
-                tl.store(visited, tl.where(sees, t[None, :], -1), mask=inside & (lane % HEADS == 0)[:, None])
-                logits = trace_logits_ptr + (out_row * trace_tiles)[:, None] * BLOCK_N + slot[None, :]
-                tl.store(logits, z, mask=inside)
-                state = out_row * trace_tiles + begin // BLOCK_N
-                tl.store(trace_m_ptr + state, m, mask=in_group)
-                tl.store(trace_l_ptr + state, l, mask=in_group)
-                tl.store(trace_o_ptr + state[:, None] * HEAD_DIM_VO + dim_vo[None, :], o, mask=out_mask)
+                record(
+                    trace_tokens_ptr, trace_logits_ptr, trace_m_ptr, trace_l_ptr, trace_o_ptr, trace_tiles,
+                    row + lane // HEADS * list_heads, lane % HEADS == 0, out_row, begin, last, in_group, out_mask,
+                    tl.where(sees, t[None, :], -1), z, m, l, o, BLOCK_N, HEAD_DIM_VO,
+                )  # fmt: skip
 
         if SPLIT and parts > 1:
             part = out_row * num_splits + split

@@ -30,6 +30,22 @@ def tanh(x):
 
 
 @triton.jit
+def position_bias(distance, qo_head, mask, slopes_ptr, bucket_bias_ptr, bucket_reach):
+    """What ALiBi and relative buckets add to the logits [heads, slots] of query heads under the mask, by the distance
+    of a key behind its query; one of the pointers may be None.
+    """
+    bias = tl.zeros(distance.shape, tl.float32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + qo_head, mask=mask, other=0.0)
+        bias -= slope[:, None] * tl.abs(distance).to(tl.float32)
+    if bucket_bias_ptr is not None:
+        column = tl.minimum(tl.maximum(distance, -bucket_reach), bucket_reach) + bucket_reach
+        place = bucket_bias_ptr + qo_head[:, None] * (2 * bucket_reach + 1) + column
+        bias += tl.load(place, mask=mask[:, None], other=0.0)
+    return bias
+
+
+@triton.jit
 def keeps(dropout_ptr, request, key, query, qo_head):
     """Which edges dropout keeps: [heads, slots]; key [slots] position or ordinal, query and qo_head [heads]. One draw
     of Philox4x32-10 an edge: key (seed low, seed high), counter (key, query, query head, uid).
