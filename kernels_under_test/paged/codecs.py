@@ -7,20 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def row_of(offset, CODEC: tl.constexpr):
-    """The row of a page that holds the token at offset: two share one where int4 is packed along tokens."""
-    if CODEC == "int4_token" or CODEC == "int4_token_high":
-        offset = offset // 2
-    return offset
-
-
-@triton.jit
 def place_of(page, offset, within, stride_page, stride_token, CODEC: tl.constexpr):
     """Where slots `within` of an offset of a page lie, in elements from the start of their head: 64 bits from the page
-    id on. Where two tokens share a row and within is not 0, offset is even.
+    id on. Two tokens share a row where int4 is packed along tokens; offset is even where within is not 0.
     """
-    place = page.to(tl.int64) * stride_page + row_of(offset, CODEC).to(tl.int64) * stride_token
-    return place + row_of(within, CODEC).to(tl.int64) * stride_token
+    in_row: tl.constexpr = 2 if (CODEC == "int4_token" or CODEC == "int4_token_high") else 1
+    place = page.to(tl.int64) * stride_page + (offset // in_row).to(tl.int64) * stride_token
+    return place + (within // in_row).to(tl.int64) * stride_token
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .codecs import row_of
+from .codecs import place_of
 
 
 @triton.jit(do_not_specialize=["num_work"])
@@ -59,15 +59,16 @@ def gather_kernel(
             committed = inside & (t < seq_len)
             # Equation (17), as in the attention kernel.
             page = tl.load(page_table_ptr + request * stride_table + t // PAGE_SIZE, mask=committed, other=0)
-            page = page.to(tl.int64)
-            offset = (t % PAGE_SIZE).to(tl.int64)
+            offset = t % PAGE_SIZE
             place = (start.to(tl.int64) * BLOCK_SIZE + slot) * COPIES + work % COPIES
-            k_slot = k_ptr + page * stride_k_page + row_of(offset, K_CODEC) * stride_k_token + kv_head * stride_k_head
+            k_slot = k_ptr + place_of(page, offset, 0 * offset, stride_k_page, stride_k_token, K_CODEC)
+            k_slot += kv_head.to(tl.int64) * stride_k_head
             k_there = (dim_k < K_STORED)[None, :]
             k = tl.load(k_slot[:, None] + dim_k[None, :], mask=committed[:, None] & k_there, other=0)
             k_place = k_scratch_ptr + place[:, None] * K_STORED + dim_k[None, :]
             tl.store(k_place, k, mask=inside[:, None] & k_there)
-            v_slot = v_ptr + page * stride_v_page + row_of(offset, V_CODEC) * stride_v_token + kv_head * stride_v_head
+            v_slot = v_ptr + place_of(page, offset, 0 * offset, stride_v_page, stride_v_token, V_CODEC)
+            v_slot += kv_head.to(tl.int64) * stride_v_head
             v_there = (dim_v < V_STORED)[None, :]
             v = tl.load(v_slot[:, None] + dim_v[None, :], mask=committed[:, None] & v_there, other=0)
             v_place = v_scratch_ptr + place[:, None] * V_STORED + dim_v[None, :]

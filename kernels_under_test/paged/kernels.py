@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .codecs import held, load_tile, place_of
-from .lookups import entry_at, remainder, token_and_page
+from .lookups import entry_at, token_and_page
 from .recorder import record
 from .terms import epilogue, keeps, position_bias, tanh, turned, with_sink
 
@@ -188,7 +188,7 @@ def attention_kernel(
         for begin in range(first, last, BLOCK_N):
             page = page_next
             t = t_next + within  # logical position
-            offset = remainder(t_next, PAGE_SIZE)  # of the first slot, where one page holds them all
+            offset = (t_next.to(tl.uint32) % PAGE_SIZE).to(tl.int32)  # of the first slot, where one page holds them all
             at = begin + BLOCK_N + apart
             t_next, page_next = token_and_page(entry, at, last, table, seq_len, BLOCK_SIZE, PAGE_SIZE)
             entry = entry_at(entries, at + BLOCK_N, last, BLOCK_SIZE)
@@ -265,7 +265,7 @@ def attention_kernel(
             if V_LATE:
                 p = p * v_scale[None, :]
             v = v.to(q.dtype)
-            if V_CODEC != "none":
+            if V_CODEC != "none" and not UPCAST:
                 v = held(v)
             o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
             m = m_new
