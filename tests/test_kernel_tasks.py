@@ -28,7 +28,7 @@ from sacts.kernels_under_test.paged.tasks import Rows, Tasks, shuffled, tasks_of
 from sacts.kernels_under_test.paged.workspace import needed_bytes
 from sacts.matrices.cell import parse
 from sacts.reference.costs import workspace_bytes
-from sacts.reference.spec import Hints, Route, Schedule
+from sacts.reference.spec import CausalRule, Hints, Route, Schedule
 from sacts.reference.tasks import TaskTable, from_tasks
 
 # --- the table
@@ -306,6 +306,23 @@ def test_queries_share_a_tile_where_request_branch_and_list_are_one(cell: str, q
     assert plan.tasks.columns.queries.tolist() == queries
 
 
+@pytest.mark.parametrize(
+    ("positions", "window", "queries"),
+    [
+        ((5, 50, 6, 51), 3, [1, 1, 1, 1]),
+        ((5, 9, 13, 18), 3, [3, 1]),  # keys 2 to 13 without a gap, then 15 to 18
+        ((18, 13, 9, 5), 3, [1, 3]),
+        ((5, 50, 6, 51), -1, [4]),
+    ],
+)
+def test_queries_share_a_tile_where_their_windows_leave_no_gap(
+    positions: tuple[int, ...], window: int, queries: list[int]
+) -> None:
+    case = case_of("prefill/bf16/kv:60/q:4/heads:2-1/block:64/pattern:all/qtile:4")
+    spec = replace(case.spec, causal=CausalRule.ABSOLUTE, query_positions=positions, window_left=window)
+    assert Adapter().plan(replace(case, spec=spec)).tasks.columns.queries.tolist() == queries
+
+
 def test_where_the_backend_chooses_few_equal_lists_make_no_tiles_of_queries() -> None:
     together, apart = "prefill/bf16/kv:60/q:8/qblock:4", "prefill/bf16/kv:90/q:8"
     any_tile = replace(build(parse(together)).hints, q_tile=0)
@@ -345,6 +362,18 @@ def test_schedules_and_routes_yield_the_same_bits(launched: dict[str, Any], cell
         "persistent gather_heads",
     ]
     assert len(set(bits.values())) == 1, bits
+
+
+def test_queries_of_a_tile_load_nothing_that_none_of_them_sees(launched: dict[str, Any]) -> None:
+    assert launched["between_windows"]["found"] == [True, True]
+
+
+def test_the_widest_window_hides_nothing_from_queries_before_the_first_key(launched: dict[str, Any]) -> None:
+    assert launched["widest_window"]["found"] == [True, True]
+
+
+def test_heads_that_lie_beyond_32_bits_are_gathered_from_where_they_lie(launched: dict[str, Any]) -> None:
+    assert launched["far_heads"]["found"] == 1
 
 
 def test_however_two_codes_share_a_byte_the_bits_are_the_same(launched: dict[str, Any]) -> None:

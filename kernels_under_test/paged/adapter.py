@@ -53,6 +53,7 @@ ADDED_ROWS = 16  # output rows of one program of the gated sum
 MERGED_AT_ONCE = 16  # parts of a row
 LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
 LARGEST_TURNS = 1 << 30  # bytes of the table of cosines and sines
+WIDEST_WINDOW = 1 << 30  # keys: what begins so far back is no window, and a position less it is no overflow
 LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
 
 
@@ -207,7 +208,7 @@ class Adapter:
             space.m,
             space.l,
             space.o,
-            window_left=spec.window_left,
+            window_left=min(spec.window_left, WIDEST_WINDOW),
             list_heads=spec.list_heads,
             num_tokens=spec.num_tokens if spec.num_branches > 1 else None,
             num_splits=choice.num_splits,

@@ -105,24 +105,20 @@ def load_tile(
     LATE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """K or V of the slots at a place [slots] from base_ptr, channels dim [d]: as stored without a codec, else
-    (code - zero) * scale in FP32, or where LATE the codes, whose products are scaled. CHANNELS: scales change along
-    dim. What is not valid [slots], and what the mask [slots, d or 1] leaves out, is 0, whatever lies there and in its
-    scale.
+    """K or V of the slots at a place [slots] from base_ptr, channels dim [d], from codes: (code - zero) * scale in
+    FP32, or where LATE the code, whose products are scaled. CHANNELS: scales change along dim. What is not valid
+    [slots], and what the mask [slots, d or 1] leaves out, is 0, whatever lies there and in its scale.
     """
-    if CODEC == "none":
-        value = tl.load(base_ptr + place[:, None] + dim[None, :], mask=mask, other=0.0)
-    else:
-        per_byte: tl.constexpr = 2 if (CODEC == "int4" or CODEC == "int4_high") else 1
-        code = tl.load(base_ptr + place[:, None] + (dim // per_byte)[None, :], mask=mask, other=0)
-        value = decoded(code, dim, offset, CODEC, UPCAST)
-        if not LATE:
-            scale_at = (page.to(tl.int64) * stride_page + offset * stride_token + head * stride_head)[:, None]
-            there = valid[:, None]
-            if CHANNELS:
-                scale_at = scale_at + (dim * stride_dim)[None, :]
-                there = mask
-            if zeros_ptr is not None:
-                value = value - tl.load(zeros_ptr + scale_at, mask=there, other=0.0)
-            value = value * tl.load(scales_ptr + scale_at, mask=there, other=0.0)
+    per_byte: tl.constexpr = 2 if (CODEC == "int4" or CODEC == "int4_high") else 1
+    code = tl.load(base_ptr + place[:, None] + (dim // per_byte)[None, :], mask=mask, other=0)
+    value = decoded(code, dim, offset, CODEC, UPCAST)
+    if not LATE:
+        scale_at = (page.to(tl.int64) * stride_page + offset * stride_token + head * stride_head)[:, None]
+        there = valid[:, None]
+        if CHANNELS:
+            scale_at = scale_at + (dim * stride_dim)[None, :]
+            there = mask
+        if zeros_ptr is not None:
+            value = value - tl.load(zeros_ptr + scale_at, mask=there, other=0.0)
+        value = value * tl.load(scales_ptr + scale_at, mask=there, other=0.0)
     return value

@@ -45,7 +45,7 @@ def gather_kernel(
         row = tl.load(task)
         first = tl.load(task + 1)
         last = tl.load(task + 2)
-        kv_head = row % list_heads // LISTS
+        kv_head = (row % list_heads // LISTS).to(tl.int64)
         start = tl.load(task + 6)
         request = tl.load(task + 7)
         seq_len = tl.load(seq_lens_ptr + request)

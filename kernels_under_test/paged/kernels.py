@@ -318,7 +318,7 @@ def attention_kernel(
             o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
             m = m_new
             if TRACE:
-                rows = (row + lane // HEADS * list_heads)[:, None]
+                rows = (row + lane // HEADS * list_heads).to(tl.int64)[:, None]
                 visited = trace_tokens_ptr + rows * trace_tiles * BLOCK_N + slot[None, :]
                 inside = in_group[:, None] & (slot < last)[None, :]
                 tl.store(visited, tl.where(sees, t[None, :], -1), mask=inside & (lane % HEADS == 0)[:, None])

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from sacts.conformance.adapter import Case
-from sacts.reference.spec import AttentionSpec, CandidateKind, DType, Hints, Schedule
+from sacts.reference.spec import AttentionSpec, DType, Hints, Schedule
 
 from .limits import k_late, v_late
 from .tables import padded
@@ -102,9 +102,8 @@ def splits_of(spec: AttentionSpec, entries: int, programs: int) -> tuple[int, in
     slots, lists = entries * spec.block_size, max(1, spec.num_lists)
     if max(spec.qo_lens, default=0) > 1 and lists >= programs:
         return 1, 1
-    longest = slots
-    if spec.candidate_kind is not CandidateKind.SEQUENCE:  # no entry twice
-        longest = min(slots, -(-max(spec.seq_lens, default=0) // spec.block_size) * spec.block_size)
+    # A list names no entry twice: once repeats are dropped, and in a sequence they are illegal.
+    longest = min(slots, -(-max(spec.seq_lens, default=0) // spec.block_size) * spec.block_size)
     part = max(LEAST_PART, min(slots // programs, 2 * slots // lists))
     return max(1, -(-longest // part)), part
 
