@@ -333,6 +333,7 @@ def test_where_the_backend_chooses_few_equal_lists_make_no_tiles_of_queries() ->
 # --- what is launched
 
 PACKED = "decode/fp32/kv:41+30/dim:80/kcodec:int4/vcodec:int4/scales:page_channel/zeros:on"
+PACKED_BLOCKS = "decode/bf16/kv:32+9/heads:2-1/block:16/pattern:all/tile:16/kcodec:int4/vcodec:int4/scales:page"
 CELLS = (
     "decode/bf16/kv:150+9+40/splits:3/tile:16",
     "prefill/fp16/kv:40+9/q:4+2/block:16/causal:bottom_right/splits:2/tile:16",
@@ -340,6 +341,7 @@ CELLS = (
     "decode/bf16/kv:90+9/heads:8-2/splits:2/tile:32/epilogue:gate/lists:query_head",
     "decode/fp32/kv:60+40/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page/zeros:on",
     PACKED,
+    PACKED_BLOCKS,
 )
 
 
@@ -376,8 +378,9 @@ def test_heads_that_lie_beyond_32_bits_are_gathered_from_where_they_lie(launched
     assert launched["far_heads"]["found"] == 1
 
 
-def test_however_two_codes_share_a_byte_the_bits_are_the_same(launched: dict[str, Any]) -> None:
-    bits = launched[PACKED]["packings"]
+@pytest.mark.parametrize("cell", [PACKED, PACKED_BLOCKS])
+def test_however_two_codes_share_a_byte_the_bits_are_the_same(launched: dict[str, Any], cell: str) -> None:
+    bits = launched[cell]["packings"]
     assert len(bits) == 12
     assert len(set(bits.values())) == 1, bits
 

@@ -73,7 +73,8 @@ class Adapter:
                 out=dtype,
                 merges_states=True,
                 unit_p=True,
-                # Operands of tl.dot have one dtype: K behind scale and RoPE, q behind RoPE, and V behind its scale.
+                # Operands of tl.dot have one dtype: K and V behind scales that do not wait for the product, else P
+                # behind the scale of V; q and K behind RoPE.
                 reconstructed=DType.FP32 if INTERPRETED else dtype,
                 rotated=DType.FP32 if INTERPRETED else dtype,
                 # Cosines and sines are a table, made in FP64 and rounded once.

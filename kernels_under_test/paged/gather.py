@@ -45,10 +45,12 @@ def gather_kernel(
         row = tl.load(task)
         first = tl.load(task + 1)
         last = tl.load(task + 2)
-        kv_head = (row % list_heads // LISTS).to(tl.int64)
+        kv_head = row % list_heads // LISTS
         start = tl.load(task + 6)
         request = tl.load(task + 7)
         seq_len = tl.load(seq_lens_ptr + request)
+        k_base = k_ptr + kv_head.to(tl.int64) * stride_k_head
+        v_base = v_ptr + kv_head.to(tl.int64) * stride_v_head
         dim_k = tl.arange(0, BLOCK_K)
         dim_v = tl.arange(0, BLOCK_V)
         for begin in range(first, last, BLOCK_N):
@@ -62,12 +64,12 @@ def gather_kernel(
             page = page.to(tl.int64)
             offset = (t % PAGE_SIZE).to(tl.int64)
             place = (start.to(tl.int64) * BLOCK_SIZE + slot) * COPIES + work % COPIES
-            k_slot = k_ptr + page * stride_k_page + row_of(offset, K_CODEC) * stride_k_token + kv_head * stride_k_head
+            k_slot = k_base + page * stride_k_page + row_of(offset, K_CODEC) * stride_k_token
             k_there = (dim_k < K_STORED)[None, :]
             k = tl.load(k_slot[:, None] + dim_k[None, :], mask=committed[:, None] & k_there, other=0)
             k_place = k_scratch_ptr + place[:, None] * K_STORED + dim_k[None, :]
             tl.store(k_place, k, mask=inside[:, None] & k_there)
-            v_slot = v_ptr + page * stride_v_page + row_of(offset, V_CODEC) * stride_v_token + kv_head * stride_v_head
+            v_slot = v_base + page * stride_v_page + row_of(offset, V_CODEC) * stride_v_token
             v_there = (dim_v < V_STORED)[None, :]
             v = tl.load(v_slot[:, None] + dim_v[None, :], mask=committed[:, None] & v_there, other=0)
             v_place = v_scratch_ptr + place[:, None] * V_STORED + dim_v[None, :]
