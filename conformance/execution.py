@@ -21,6 +21,7 @@ from .adapter import Capabilities, Case, Gradients, IndexSpace, Outputs, Refused
 SHARED = ("k_cache", "v_cache", "kv_cache", "k_scales", "v_scales", "k_zeros", "v_zeros")  # of two buffers
 ROUNDS = 3  # in which two buffers alternate; runs before one that is overwritten
 PAGED = ("k_cache", "v_cache")
+BY_PAGE = ("d_k", "d_v")  # of gradients: as large as the pool
 DECODING = ("k_scales", "v_scales", "k_zeros", "v_zeros")
 
 
@@ -75,10 +76,31 @@ class Memory:
     def twin(self) -> Memory:
         """A second buffer beside this one, over the same caches."""
         own: dict[str, Any] = {name: x.clone() for name, x in _tensors(self.case).items() if name not in SHARED}
-        if self.case.gradients is not None:
-            buffers = {name: x.clone() for name, x in _tensors(self.case.gradients).items()}
-            own["gradients"] = replace(self.case.gradients, **buffers)
+        if (gradients := self.case.gradients) is not None:
+            buffers = {
+                name: tensors.Guarded.zeros(tuple(x.shape), x.dtype, str(x.device)).inner
+                for name, x in _tensors(gradients).items()
+            }
+            own["gradients"] = second = replace(gradients, **buffers)
+            self.restore(second, self.taken(gradients))
         return replace(self, case=replace(self.case, **own))
+
+    def taken(self, results: Outputs | Gradients) -> dict[str, torch.Tensor]:
+        """Copies of results by name; of what belongs to pages the live ones only: nobody touches the rest of a large
+        pool.
+        """
+        return {name: x[self.live] if self._by_page(name, x) else x.clone() for name, x in _tensors(results).items()}
+
+    def restore(self, results: Outputs | Gradients, contents: dict[str, torch.Tensor]) -> None:
+        """Write back what `taken` took."""
+        for name, x in _tensors(results).items():
+            if self._by_page(name, x):
+                x[self.live] = contents[name]
+            else:
+                x.copy_(contents[name])
+
+    def _by_page(self, name: str, result: torch.Tensor) -> bool:
+        return name in BY_PAGE and result.shape[:1] == self.case.k_cache.shape[:1]
 
 
 def _tensors(of: Case | Outputs | Gradients) -> dict[str, Any]:
@@ -173,16 +195,15 @@ def overwritten(calls: Calls, memory: Memory) -> Any:
     result = calls.run(memory.case, calls.plan(memory.case))
     if not isinstance(result, Outputs | Gradients):
         return result
-    written = _tensors(result)
-    taken = {name: x.clone() for name, x in written.items()}
+    taken = memory.taken(result)
     memory.blank()
-    left = {name: x.clone() for name, x in written.items()}
+    left = memory.taken(result)
     memory.put(other)
     settle(memory.case.q.device)
-    memory.late.extend(name for name, x in written.items() if tensors.digest(x) != tensors.digest(left[name]))
+    now = memory.taken(result)
+    memory.late.extend(name for name, x in left.items() if tensors.digest(x) != tensors.digest(now[name]))
     memory.put(mine)
-    for name, x in written.items():
-        x.copy_(taken[name])
+    memory.restore(result, taken)
     return result
 
 

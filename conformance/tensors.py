@@ -189,7 +189,7 @@ def _pages(num_pages: int, page: tuple[int, ...], data: Held, device: str, strid
     """Storage of `num_pages` pages, uninitialised but for the filler between the pages of a strided view."""
     dtype = data.data.dtype
     if strides == "contiguous":
-        return _storage(num_pages * int(np.prod(page)), dtype, device).view(num_pages, *page)
+        return storage(num_pages * int(np.prod(page)), dtype, device).view(num_pages, *page)
     size = int(np.prod(page))
     if strides == "strided":
         length = num_pages * 2 * size + ODD_OFFSET
@@ -198,10 +198,10 @@ def _pages(num_pages: int, page: tuple[int, ...], data: Held, device: str, strid
         return whole[ODD_OFFSET:].view(num_pages, 2, *page)[:, 0]
     inner = torch.empty(page, device="meta").stride()
     stride = max(SPANNED // num_pages, size) // 16 * 16 + 16
-    return _storage(num_pages * stride, dtype, device).as_strided((num_pages, *page), (stride, *inner))
+    return storage(num_pages * stride, dtype, device).as_strided((num_pages, *page), (stride, *inner))
 
 
-def _storage(length: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+def storage(length: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """Uninitialised elements. Of a large pool on the CPU nothing is reserved, since most of it is never touched."""
     size = length * dtype.itemsize
     if device != "cpu" or size < UNRESERVED or sys.platform != "linux":

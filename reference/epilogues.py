@@ -43,7 +43,7 @@ def apply(epilogue: Epilogue, out: Array, error: Array, gate: Array | None) -> t
     if epilogue.kind is EpilogueKind.NONE:
         return out, error
     if gate is not None:
-        return out * gate, error * np.abs(gate) + EVALUATION * np.abs(out * gate)
+        return out * gate, _times(gate, error) + EVALUATION * np.abs(out * gate)
     if epilogue.function is not None:
         result = FUNCTIONS[epilogue.function](out)
         return result, SLOPES[epilogue.function] * error + EVALUATION * (np.abs(result) + np.minimum(np.abs(out), 1.0))
@@ -59,17 +59,19 @@ def _rounded(epilogue: Epilogue, x: Array) -> Array:
     return rounded
 
 
+FAR = 2.0**1000  # in place of an end at infinity, which 0 cannot multiply
 SILU_LEAST_AT = -1.2784645427610738  # where x sigmoid(x) is least
 
 
 def interval(epilogue: Epilogue, low: Array, high: Array, gate: Array | None, u: float) -> tuple[Array, Array]:
     """What a kernel may write where the out that it reads lies in [low, high]: both ends [tokens, heads, d_vo].
 
-    `u`: error of its function, relative to the larger of |f(x)| and min(|x|, 1); products round in FP32.
+    `u`: error of its function, relative to the larger of |f(x)| and min(|x|, 1); products round in FP32. An end at
+    infinity is a limit: a row without a bound has one behind a function that is bounded, or behind a gate of 0.
     """
     if epilogue.kind is EpilogueKind.GATE:
         assert gate is not None
-        ends = np.sort([low * gate, high * gate], axis=0)
+        ends = np.sort([np.where(gate == 0, 0.0, x) * gate for x in (low, high)], axis=0)
         error = U32 * np.abs(ends)
         return ends[0] - error[0], ends[1] + error[1]
     if epilogue.function is None:
@@ -79,14 +81,15 @@ def interval(epilogue: Epilogue, low: Array, high: Array, gate: Array | None, u:
         low, high = _rounded(epilogue, low - slack * np.abs(low)), _rounded(epilogue, high + slack * np.abs(high))
         return low - slack * np.abs(low), high + slack * np.abs(high)
     function = FUNCTIONS[epilogue.function]
-    points = [low, high]
+    points = [np.clip(x, -FAR, FAR) for x in (low, high)]
     if epilogue.function is Nonlinearity.SILU:
-        points.append(np.clip(SILU_LEAST_AT, low, high))
+        points.append(np.clip(SILU_LEAST_AT, *points))
     values = np.array([function(x) for x in points])
     errors = np.array(
         [u * np.maximum(np.abs(f), np.minimum(np.abs(x), 1.0)) for f, x in zip(values, points, strict=True)]
     )
-    return (values - errors).min(axis=0), (values + errors).max(axis=0)
+    highest = (values + errors).max(axis=0)
+    return (values - errors).min(axis=0), np.where(highest >= FAR, np.inf, highest)
 
 
 def _check_gate(epilogue: Epilogue, shape: tuple[int, ...], gate: Array | None) -> None:

@@ -20,7 +20,7 @@ from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.matrices.cell import parse
-from sacts.reference.spec import Route, Schedule
+from sacts.reference.spec import CausalRule, Route, Schedule
 
 GATHERS = (Route.GATHER, Route.GATHER_HEADS)
 
@@ -92,6 +92,63 @@ def packings(adapter: Adapter, case: Case) -> dict[str, str]:
     return found
 
 
+def together_and_apart(adapter: Adapter, case: Case) -> list[Any]:
+    """out and lse, where queries that have one list share tiles, and where they do not: equal or not, and finite or
+    not.
+    """
+    found = []
+    for q_tile in (case.spec.num_tokens, 1):
+        asked = replace(case, hints=replace(case.hints, q_tile=q_tile), out=case.out.clone(), lse=case.lse.clone())
+        space = torch.empty(adapter.workspace_bytes(asked), dtype=torch.uint8)
+        outputs = adapter.run(replace(asked, workspace=space))
+        found.append((outputs.out.float(), asked.lse))
+    (out, lse), (out_apart, lse_apart) = found
+    same = torch.allclose(out, out_apart, rtol=0.01, atol=1e-3) and torch.allclose(lse, lse_apart, rtol=1e-5)
+    return [same, bool(out.isfinite().all())]
+
+
+def between_windows(adapter: Adapter, launcher: Launcher) -> list[Any]:
+    """Queries far from each other, and NaN in V where none of their windows reaches."""
+    problem = build(parse("prefill/bf16/kv:60/q:4/block:64/pattern:all/causal:bottom_right/window:3"))
+    case = launcher.case(problem, RANDOM.inputs(problem), problem.hints)
+    spec = replace(case.spec, causal=CausalRule.ABSOLUTE, query_positions=(5, 50, 6, 51))
+    page, offset = divmod(30, spec.page_size)
+    case.v_cache[case.page_table[0, page], offset] = torch.nan
+    return together_and_apart(adapter, replace(case, spec=spec))
+
+
+def widest_window(adapter: Adapter, launcher: Launcher) -> list[Any]:
+    """Queries that stand before the first key, and a window as wide as 32 bits hold."""
+    problem = build(parse("prefill/bf16/kv:9/q:12/block:64/pattern:all/causal:bottom_right/window:5"))
+    case = launcher.case(problem, RANDOM.inputs(problem), problem.hints)
+    return together_and_apart(adapter, replace(case, spec=replace(case.spec, window_left=2**31 - 1)))
+
+
+def far_heads(adapter: Adapter, launcher: Launcher) -> int:
+    """How many results the routes have where KV heads lie so far apart that the last one begins beyond 2^31 elements.
+    What nobody touches costs address space only.
+    """
+    problem = build(parse("decode/fp16/kv:20+9/heads:3-3"))
+    case = launcher.case(problem, RANDOM.inputs(problem), problem.hints)
+
+    def spread(cache: torch.Tensor) -> torch.Tensor:
+        pages, tokens, heads, dim = cache.shape
+        apart = 2**31 // (heads - 1) + 16
+        storage = tensors.storage((heads - 1) * apart + pages * tokens * dim, cache.dtype, "cpu")
+        wide = storage.as_strided(cache.shape, (tokens * dim, dim, apart, 1))
+        wide.copy_(cache)
+        return wide
+
+    case = replace(case, k_cache=spread(case.k_cache), v_cache=spread(case.v_cache))
+    found = set()
+    for route in Route:
+        asked = replace(case, hints=replace(case.hints, route=route))
+        space = torch.empty(adapter.workspace_bytes(asked), dtype=torch.uint8)
+        adapter.run(replace(asked, workspace=space))
+        found.add(case.out.view(torch.uint8).numpy().tobytes())
+    return len(found)
+
+
 def main(cells: list[str]) -> None:
     adapter = Adapter()
     launcher = Launcher(Backend(adapter), "cpu")
@@ -106,6 +163,8 @@ def main(cells: list[str]) -> None:
             "sized": [[sized(adapter, case, extra) for extra in (0, 5, -1)] for case in cases[:2]],
         }
         print(json.dumps(said), flush=True)
+    for edge in (between_windows, widest_window, far_heads):
+        print(json.dumps({"cell": edge.__name__, "found": edge(adapter, launcher)}), flush=True)
 
 
 if __name__ == "__main__":

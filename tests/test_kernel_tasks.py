@@ -28,7 +28,7 @@ from sacts.kernels_under_test.paged.tasks import Rows, Tasks, shuffled, tasks_of
 from sacts.kernels_under_test.paged.workspace import needed_bytes
 from sacts.matrices.cell import parse
 from sacts.reference.costs import workspace_bytes
-from sacts.reference.spec import Hints, Route, Schedule
+from sacts.reference.spec import CausalRule, Hints, Route, Schedule
 from sacts.reference.tasks import TaskTable, from_tasks
 
 # --- the table
@@ -248,6 +248,10 @@ def test_a_run_of_the_same_case_repeats_its_launches_and_one_of_another_case_doe
     assert [given["q"] is case.q for given in recorder.given] == [True, True, False, True]
     assert [given["gate_ptr"] is other.gate for given in recorder.given] == [False, False, True, False]
     assert adapter.counters()["native"] == 4
+    launched = len(recorder.given)
+    Adapter().run(case, plan)  # another adapter may launch another kernel
+    Adapter().run(case, plan)
+    assert len(recorder.given) == launched + 2
 
 
 # --- queries that share a list
@@ -306,6 +310,23 @@ def test_queries_share_a_tile_where_request_branch_and_list_are_one(cell: str, q
     assert plan.tasks.columns.queries.tolist() == queries
 
 
+@pytest.mark.parametrize(
+    ("positions", "window", "queries"),
+    [
+        ((5, 50, 6, 51), 3, [1, 1, 1, 1]),
+        ((5, 9, 13, 18), 3, [3, 1]),  # keys 2 to 13 without a gap, then 15 to 18
+        ((18, 13, 9, 5), 3, [1, 3]),
+        ((5, 50, 6, 51), -1, [4]),
+    ],
+)
+def test_queries_share_a_tile_where_their_windows_leave_no_gap(
+    positions: tuple[int, ...], window: int, queries: list[int]
+) -> None:
+    case = case_of("prefill/bf16/kv:60/q:4/heads:2-1/block:64/pattern:all/qtile:4")
+    spec = replace(case.spec, causal=CausalRule.ABSOLUTE, query_positions=positions, window_left=window)
+    assert Adapter().plan(replace(case, spec=spec)).tasks.columns.queries.tolist() == queries
+
+
 def test_where_the_backend_chooses_few_equal_lists_make_no_tiles_of_queries() -> None:
     together, apart = "prefill/bf16/kv:60/q:8/qblock:4", "prefill/bf16/kv:90/q:8"
     any_tile = replace(build(parse(together)).hints, q_tile=0)
@@ -316,6 +337,7 @@ def test_where_the_backend_chooses_few_equal_lists_make_no_tiles_of_queries() ->
 # --- what is launched
 
 PACKED = "decode/fp32/kv:41+30/dim:80/kcodec:int4/vcodec:int4/scales:page_channel/zeros:on"
+PACKED_BLOCKS = "decode/bf16/kv:32+9/heads:2-1/block:16/pattern:all/tile:16/kcodec:int4/vcodec:int4/scales:page"
 CELLS = (
     "decode/bf16/kv:150+9+40/splits:3/tile:16",
     "prefill/fp16/kv:40+9/q:4+2/block:16/causal:bottom_right/splits:2/tile:16",
@@ -323,6 +345,7 @@ CELLS = (
     "decode/bf16/kv:90+9/heads:8-2/splits:2/tile:32/epilogue:gate/lists:query_head",
     "decode/fp32/kv:60+40/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page/zeros:on",
     PACKED,
+    PACKED_BLOCKS,
 )
 
 
@@ -347,8 +370,21 @@ def test_schedules_and_routes_yield_the_same_bits(launched: dict[str, Any], cell
     assert len(set(bits.values())) == 1, bits
 
 
-def test_however_two_codes_share_a_byte_the_bits_are_the_same(launched: dict[str, Any]) -> None:
-    bits = launched[PACKED]["packings"]
+def test_queries_of_a_tile_load_nothing_that_none_of_them_sees(launched: dict[str, Any]) -> None:
+    assert launched["between_windows"]["found"] == [True, True]
+
+
+def test_the_widest_window_hides_nothing_from_queries_before_the_first_key(launched: dict[str, Any]) -> None:
+    assert launched["widest_window"]["found"] == [True, True]
+
+
+def test_heads_that_lie_beyond_32_bits_are_gathered_from_where_they_lie(launched: dict[str, Any]) -> None:
+    assert launched["far_heads"]["found"] == 1
+
+
+@pytest.mark.parametrize("cell", [PACKED, PACKED_BLOCKS])
+def test_however_two_codes_share_a_byte_the_bits_are_the_same(launched: dict[str, Any], cell: str) -> None:
+    bits = launched[cell]["packings"]
     assert len(bits) == 12
     assert len(set(bits.values())) == 1, bits
 

@@ -12,9 +12,18 @@ from sacts.conformance.build import build
 from sacts.kernels_under_test.paged import tuning
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.kernels_under_test.paged.limits import k_late, v_late
-from sacts.kernels_under_test.paged.tuning import ANYWHERE, LEAST_PART, MEASURED, Work, chosen, splits_of, tile_for
+from sacts.kernels_under_test.paged.tuning import (
+    ANYWHERE,
+    LEAST_PART,
+    MEASURED,
+    MOST_PARTS,
+    Work,
+    chosen,
+    splits_of,
+    tile_for,
+)
 from sacts.matrices.cell import parse
-from sacts.reference.spec import AttentionSpec, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, Hints
 
 HERE = MEASURED[0].architecture, MEASURED[0].compiler
 PLAIN = "decode/bf16/kv:60+40/dim:128"
@@ -80,7 +89,8 @@ def test_few_rows_are_split_and_many_are_not() -> None:
     one, many = spec_with((65536,)), spec_with((65536,) * 512)
     heads = one.list_heads
     splits, part = splits_of(one, heads * 264, programs=396)
-    assert part == LEAST_PART and splits == -(-heads * 264 * 16 // LEAST_PART)
+    assert part == LEAST_PART and splits == -(-heads * 264 * 16 // LEAST_PART) < MOST_PARTS
+    assert splits_of(one, heads * 4096, programs=396) == (MOST_PARTS, heads * 65536 // 396)
     splits, part = splits_of(many, 512 * heads * 264, programs=396)
     assert part > 264 * 16
 
@@ -91,6 +101,13 @@ def test_a_row_of_many_times_the_mean_is_split_however_many_rows_there_are() -> 
     splits, part = splits_of(spec, entries, programs=396)
     mean = entries * 16 / spec.num_lists
     assert mean < part <= 2 * mean and splits >= 800 * 64 // part
+
+
+def test_a_sequence_has_no_more_parts_than_its_context_holds() -> None:
+    """However many entries the lists of all rows have: no list names an entry twice."""
+    spec = replace(spec_with((4096,) * 512, block_size=1), candidate_kind=CandidateKind.SEQUENCE)
+    splits, part = splits_of(spec, spec.num_lists * 512, programs=396)
+    assert splits == -(-4096 // part)
 
 
 def test_rows_of_many_queries_are_not_split() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
+from sacts.reference import epilogues
 from sacts.reference.candidates import CandidateLists, ValidatedCandidates, validate
 from sacts.reference.forward import Branch, EmptyRowError, Forward, Inputs, edges, forward, forward_branches
 from sacts.reference.paging import PagedCache, PageTable
@@ -147,6 +148,37 @@ EPILOGUES: dict[str, tuple[Epilogue, Callable[[Array], Array]]] = {
         lambda x: torch.fake_quantize_per_tensor_affine(torch.from_numpy(x).float(), 0.05, 0, -7, 7).double().numpy(),
     ),
 }
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("function", "low", "high", "ends"),
+    [
+        (Nonlinearity.RELU, -np.inf, np.inf, (-1e-3, np.inf)),
+        (Nonlinearity.RELU, -np.inf, -2.0, (-1e-3, 1e-3)),
+        (Nonlinearity.SILU, -np.inf, np.inf, (-0.27846454 - 1e-3, np.inf)),
+        (Nonlinearity.SILU, -np.inf, -2.0, (-2 / (1 + np.e**2) - 1e-3, 1e-3)),
+        (Nonlinearity.SIGMOID, -np.inf, np.inf, (-1e-3, 1 + 1e-3)),
+        (Nonlinearity.TANH, -np.inf, np.inf, (-1 - 1e-3, 1 + 1e-3)),
+    ],
+)
+def test_an_end_at_infinity_is_the_limit_of_a_function(
+    function: Nonlinearity, low: float, high: float, ends: tuple[float, float]
+) -> None:
+    epilogue = Epilogue(EpilogueKind.NONLINEAR, function=function)
+    found = epilogues.interval(epilogue, np.full((1, 1, 1), low), np.full((1, 1, 1), high), None, 1e-3)
+    np.testing.assert_allclose([float(end.item()) for end in found], ends, rtol=1e-7)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_row_without_a_bound_has_one_behind_a_gate_of_0_alone() -> None:
+    epilogue, gate = Epilogue(EpilogueKind.GATE), np.array([[[2.0], [-0.5], [0.0]]])
+    unbounded = np.full((1, 3, 4), np.inf)
+    low, high = epilogues.interval(epilogue, -unbounded, unbounded, gate, 0.0)
+    assert low[0, :, 0].tolist() == [-np.inf, -np.inf, 0.0]
+    assert high[0, :, 0].tolist() == [np.inf, np.inf, 0.0]
+    _, error = epilogues.apply(epilogue, np.ones((1, 3, 4)), unbounded, gate)
+    assert error[0, :, 0].tolist() == [np.inf, np.inf, 0.0]
 
 
 @pytest.mark.parametrize("name", EPILOGUES)

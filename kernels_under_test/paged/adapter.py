@@ -53,6 +53,7 @@ ADDED_ROWS = 16  # output rows of one program of the gated sum
 MERGED_AT_ONCE = 16  # parts of a row
 LARGEST_HEAD_DIM = 1024  # padded; more does not fit into shared memory beside 16 slots
 LARGEST_TURNS = 1 << 30  # bytes of the table of cosines and sines
+WIDEST_WINDOW = 1 << 30  # keys: what begins so far back is no window, and a position less it is no overflow
 LARGEST_REACH = 1 << 16  # of relative buckets: their table holds a bias for each distance
 
 
@@ -72,7 +73,8 @@ class Adapter:
                 out=dtype,
                 merges_states=True,
                 unit_p=True,
-                # Operands of tl.dot have one dtype: K behind scale and RoPE, q behind RoPE, and V behind its scale.
+                # Operands of tl.dot have one dtype: K and V behind scales that do not wait for the product, else P
+                # behind the scale of V; q and K behind RoPE.
                 reconstructed=DType.FP32 if INTERPRETED else dtype,
                 rotated=DType.FP32 if INTERPRETED else dtype,
                 # Cosines and sines are a table, made in FP64 and rounded once.
@@ -139,7 +141,7 @@ class Adapter:
         Raises Refused as declared (`plan` does), for a plan of another case, and for a workspace that is too small.
         """
         plan = plan or self.plan(case)
-        if plan.repeats.case is case:
+        if plan.repeats.adapter is self and plan.repeats.case is case:
             for again in plan.repeats.launches:
                 again()
             self._runs["native"] += 1
@@ -160,7 +162,7 @@ class Adapter:
         if space.out is not None:
             case.out.copy_(whole := space.out.view(case.out.shape))
             launches.append(partial(case.out.copy_, whole))
-        plan.repeats.case, plan.repeats.launches = case, launches
+        plan.repeats.adapter, plan.repeats.case, plan.repeats.launches = self, case, launches
         self._runs["native"] += 1
         return Outputs(case.out, case.lse, path="native")
 
@@ -207,7 +209,7 @@ class Adapter:
             space.m,
             space.l,
             space.o,
-            window_left=spec.window_left,
+            window_left=min(spec.window_left, WIDEST_WINDOW),
             list_heads=spec.list_heads,
             num_tokens=spec.num_tokens if spec.num_branches > 1 else None,
             num_splits=choice.num_splits,

@@ -49,6 +49,8 @@ def gather_kernel(
         start = tl.load(task + 6)
         request = tl.load(task + 7)
         seq_len = tl.load(seq_lens_ptr + request)
+        k_base = k_ptr + kv_head.to(tl.int64) * stride_k_head
+        v_base = v_ptr + kv_head.to(tl.int64) * stride_v_head
         dim_k = tl.arange(0, BLOCK_K)
         dim_v = tl.arange(0, BLOCK_V)
         for begin in range(first, last, BLOCK_N):
@@ -61,14 +63,12 @@ def gather_kernel(
             page = tl.load(page_table_ptr + request * stride_table + t // PAGE_SIZE, mask=committed, other=0)
             offset = t % PAGE_SIZE
             place = (start.to(tl.int64) * BLOCK_SIZE + slot) * COPIES + work % COPIES
-            k_slot = k_ptr + place_of(page, offset, 0 * offset, stride_k_page, stride_k_token, K_CODEC)
-            k_slot += kv_head.to(tl.int64) * stride_k_head
+            k_slot = k_base + place_of(page, offset, 0 * offset, stride_k_page, stride_k_token, K_CODEC)
             k_there = (dim_k < K_STORED)[None, :]
             k = tl.load(k_slot[:, None] + dim_k[None, :], mask=committed[:, None] & k_there, other=0)
             k_place = k_scratch_ptr + place[:, None] * K_STORED + dim_k[None, :]
             tl.store(k_place, k, mask=inside[:, None] & k_there)
-            v_slot = v_ptr + place_of(page, offset, 0 * offset, stride_v_page, stride_v_token, V_CODEC)
-            v_slot += kv_head.to(tl.int64) * stride_v_head
+            v_slot = v_base + place_of(page, offset, 0 * offset, stride_v_page, stride_v_token, V_CODEC)
             v_there = (dim_v < V_STORED)[None, :]
             v = tl.load(v_slot[:, None] + dim_v[None, :], mask=committed[:, None] & v_there, other=0)
             v_place = v_scratch_ptr + place[:, None] * V_STORED + dim_v[None, :]

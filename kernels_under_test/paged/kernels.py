@@ -272,8 +272,8 @@ def attention_kernel(
             if TRACE:
                 record(
                     trace_tokens_ptr, trace_logits_ptr, trace_m_ptr, trace_l_ptr, trace_o_ptr, trace_tiles,
-                    row + lane // HEADS * list_heads, lane % HEADS == 0, out_row, begin, last, in_group, out_mask,
-                    tl.where(sees, t[None, :], -1), z, m, l, o, BLOCK_N, HEAD_DIM_VO,
+                    (row + lane // HEADS * list_heads).to(tl.int64), lane % HEADS == 0, out_row, begin, last,
+                    in_group, out_mask, tl.where(sees, t[None, :], -1), z, m, l, o, BLOCK_N, HEAD_DIM_VO,
                 )  # fmt: skip
 
         if SPLIT and parts > 1:

@@ -16,8 +16,11 @@ Launch = Callable[[], object]
 
 @dataclass
 class Repeats:
-    """What a run launched last, and for which case, which it keeps alive: a run of this very object does it again."""
+    """What a run launched last, by which adapter and for which case, which it keeps alive: a run of these very objects
+    does it again.
+    """
 
+    adapter: object = None
     case: Case | None = None
     launches: list[Launch] = field(default_factory=list)
 

@@ -21,11 +21,12 @@ def heads_of(spec: AttentionSpec, route: Route) -> int:
 
 
 def q_tile_of(spec: AttentionSpec, route: Route, wanted: int) -> int:
-    """Query tokens that one program serves where they have one list: no more than leave registers for their q and
-    out.
+    """Query tokens that one program serves where they have one list: no more than leave registers for their q and out,
+    of a power of two of lanes.
     """
     size = 8 if spec.dtype is DType.FP32 else 2  # FP32 is multiplied without tensor cores
     lanes = ROW_BYTES // (size * (padded(spec.head_dim_qk) + padded(spec.head_dim_vo)))
+    lanes = 1 << (lanes.bit_length() - 1)
     return max(1, min(wanted, lanes // heads_of(spec, route)))
 
 

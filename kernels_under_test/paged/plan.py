@@ -93,7 +93,7 @@ def plan_of(case: Case) -> Plan:
         ordinals, query_ordinals = _ordinals(spec, lists, token_position, forced)
     return Plan(
         made_for=MadeFor(spec, case.hints, case.kv_indices.numel(), device, case.fallback),
-        tasks=_tasks(case, lists, token_request, forced),
+        tasks=_tasks(case, lists, token_request, token_position, forced),
         kv_indptr=lists.kv_indptr,
         kv_indices=lists.kv_indices,
         token_position=token_position,
@@ -105,11 +105,11 @@ def plan_of(case: Case) -> Plan:
     )
 
 
-def _tasks(case: Case, lists: Lists, token_request: Tensor, forced: Tensor | None) -> Tasks:
+def _tasks(case: Case, lists: Lists, token_request: Tensor, token_position: Tensor, forced: Tensor | None) -> Tasks:
     """The task table of lists, tokens of one list together where the hints say so, or where most tokens have one."""
     spec, hints, choice = case.spec, case.hints, chosen(case)
     q_tile = q_tile_of(spec, hints.route, choice.q_tile)
-    repeats = _repeats(spec, lists, token_request, forced) if q_tile > 1 else None
+    repeats = _repeats(spec, lists, token_request, token_position, forced) if q_tile > 1 else None
     if repeats is not None and not choice.asked and int(repeats.sum()) * 2 < len(repeats):
         q_tile = 1
     request = token_request.repeat_interleave(spec.list_heads)
@@ -134,9 +134,12 @@ def normalized(case: Case) -> Lists:
     return distinct(rows[real], case.kv_indices[real], spec.num_lists)
 
 
-def _repeats(spec: AttentionSpec, lists: Lists, token_request: Tensor, forced: Tensor | None) -> Tensor:
+def _repeats(
+    spec: AttentionSpec, lists: Lists, token_request: Tensor, token_position: Tensor, forced: Tensor | None
+) -> Tensor:
     """Whether each row has the list of the row before it with the same head, of the same request and branch, with the
-    same counts: bool [num_lists]. A forced row stands alone.
+    same counts: bool [num_lists]. A forced row stands alone, and so does one that is far from it under a window: what
+    lies between the tokens that either sees is not loaded.
     """
     rows, heads = lists.rows, spec.list_heads
     starts, lengths = lists.kv_indptr[:-1].long(), lists.kv_indptr.diff()
@@ -144,6 +147,9 @@ def _repeats(spec: AttentionSpec, lists: Lists, token_request: Tensor, forced: T
     before = (row - heads).clamp(min=0)
     repeats = (row // heads % spec.num_tokens > 0) & (lengths == lengths[before])
     repeats &= token_request[row // heads] == token_request[before // heads]
+    if spec.window_left >= 0 and spec.causal is not CausalRule.NONE:
+        position = token_position[row // heads].long()
+        repeats &= (position - position[before]).abs() <= spec.window_left + 1
     if forced is not None:
         repeats &= (forced < 0) & (forced[before] < 0)
     at = torch.arange(len(rows), device=rows.device) - starts[rows] + starts[before][rows]

@@ -12,12 +12,13 @@ import torch
 import triton
 
 from sacts.conformance.adapter import Case
-from sacts.reference.spec import AttentionSpec, CandidateKind, DType, Hints, Schedule
+from sacts.reference.spec import AttentionSpec, DType, Hints, Schedule
 
 from .limits import k_late, v_late
 from .tables import padded
 
 LEAST_PART = 320  # slots of a part: less is not worth a merge
+MOST_PARTS = 32  # of a row: the workspace has room for as many of each
 LANES = 128  # query heads of all tokens of one program, where tokens share lists
 PROGRAMS = 3  # parts of rows that a processor should have at least
 MEASURED_DIM = 128  # head dims, padded
@@ -96,17 +97,16 @@ def chosen(case: Case) -> Choice:
 
 def splits_of(spec: AttentionSpec, entries: int, programs: int) -> tuple[int, int]:
     """How many parts a row may have, and how many slots a part has at least, where the raw lists have so many entries
-    in all: such that there are at least so many programs, and none has more than twice what a row has on average. Of
-    many queries there are programs enough: their rows are not split.
+    in all: such that there are at least so many programs, and none has more than twice what a row has on average, but
+    for a row of more than MOST_PARTS such parts. Of many queries there are programs enough: their rows are not split.
     """
     slots, lists = entries * spec.block_size, max(1, spec.num_lists)
     if max(spec.qo_lens, default=0) > 1 and lists >= programs:
         return 1, 1
-    longest = slots
-    if spec.candidate_kind is not CandidateKind.SEQUENCE:  # no entry twice
-        longest = min(slots, -(-max(spec.seq_lens, default=0) // spec.block_size) * spec.block_size)
+    # A list names no entry twice: once repeats are dropped, and in a sequence they are illegal.
+    longest = min(slots, -(-max(spec.seq_lens, default=0) // spec.block_size) * spec.block_size)
     part = max(LEAST_PART, min(slots // programs, 2 * slots // lists))
-    return max(1, -(-longest // part)), part
+    return max(1, min(MOST_PARTS, -(-longest // part))), part
 
 
 def here(device: torch.device) -> tuple[tuple[int, int] | None, str]:
