@@ -149,6 +149,17 @@ def far_heads(adapter: Adapter, launcher: Launcher) -> int:
     return len(found)
 
 
+def nans(adapter: Adapter, case: Case) -> list[bool]:
+    """Whether out and lse are NaN wherever a row attends anything, all of K being NaN: rows do not become empty."""
+    space = torch.empty(adapter.workspace_bytes(case), dtype=torch.uint8)
+    outputs = adapter.run(replace(case, k_cache=torch.full_like(case.k_cache, torch.nan), workspace=space))
+    lengths = adapter.plan(case).kv_indptr.diff()
+    attends = (lengths > 0).repeat_interleave(case.spec.heads_per_list).view(case.lse.shape)
+    assert outputs.lse is not None
+    found = [x.isnan() for x in (outputs.out.float().sum(-1), outputs.lse)]
+    return [torch.equal(x, attends) for x in found]
+
+
 def main(cells: list[str]) -> None:
     adapter = Adapter()
     launcher = Launcher(Backend(adapter), "cpu")
@@ -159,6 +170,7 @@ def main(cells: list[str]) -> None:
         said = {
             "cell": cell,
             "bits": bits(launcher, cell),
+            "nans": nans(adapter, cases[0]) if cases[0].k_cache.is_floating_point() else [],
             "packings": packings(adapter, cases[0]) if "kcodec:int4/vcodec:int4" in cell else {},
             "sized": [[sized(adapter, case, extra) for extra in (0, 5, -1)] for case in cases[:2]],
         }

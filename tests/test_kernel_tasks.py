@@ -382,6 +382,11 @@ def test_heads_that_lie_beyond_32_bits_are_gathered_from_where_they_lie(launched
     assert launched["far_heads"]["found"] == 1
 
 
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if "kcodec" not in cell])
+def test_a_row_whose_keys_are_nan_is_nan_and_not_empty(launched: dict[str, Any], cell: str) -> None:
+    assert launched[cell]["nans"] == [True, True]
+
+
 @pytest.mark.parametrize("cell", [PACKED, PACKED_BLOCKS])
 def test_however_two_codes_share_a_byte_the_bits_are_the_same(launched: dict[str, Any], cell: str) -> None:
     bits = launched[cell]["packings"]

@@ -284,7 +284,7 @@ def attention_kernel(
         else:
             if sinks_ptr is not None:
                 m, l, o = with_sink(m, l, o, tl.load(sinks_ptr + qo_head, mask=in_group, other=0.0))
-            some = l > 0
+            some = l != 0  # NaN too
             safe = tl.where(some, l, 1.0)
             lse = tl.where(some, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
             tl.store(lse_ptr + out_row, lse, mask=in_group)

@@ -47,7 +47,7 @@ def merge_kernel(
         m_split = tl.load(partial_m_ptr + part, mask=there, other=0.0)
         o_at = partial_o_ptr + part[:, None] * HEAD_DIM_VO + dim_vo[None, :]
         o_split = tl.load(o_at, mask=there[:, None] & out_mask, other=0.0)
-        m_split = tl.where(l_split > 0, m_split, float("-inf"))
+        m_split = tl.where(l_split != 0, m_split, float("-inf"))
         m_new = tl.maximum(m, tl.max(m_split, 0))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         rescale = tl.exp2(m - base)
@@ -57,7 +57,7 @@ def merge_kernel(
         m = m_new
     if sinks_ptr is not None:
         m, l, o = with_sink(m, l, o, tl.load(sinks_ptr + out_row % num_qo_heads))
-    some = l > 0
+    some = l != 0  # NaN too
     safe = tl.where(some, l, 1.0)
     lse = tl.where(some, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
     tl.store(lse_ptr + out_row, lse)
