@@ -67,12 +67,14 @@ COMPILED = (
     "decode/bf16/kv:150+9/splits:2/tile:32/schedule:persistent/route:gather_heads",
     "decode/bf16/kv:90+40/heads:8-2/splits:2/tile:16/pos:rope/epilogue:gate/route:gather/lists:query_head",
     "prefill/fp16/kv:60+25/q:3+2/epilogue:gate/lists:query_head",
+    "prefill/bf16/kv:60/q:8/block:16/pattern:all/causal:bottom_right/qtile:4",
 )
+LOADED_AHEAD = "decode/bf16/kv:150/dim:128/tile:32"  # a list of tokens
 TIER = os.environ.get("SACTS_COMPILE")  # the name of a tier to compile as a whole
 
 
 def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
-    chosen = tiers.load(tiers.path_of(TIER)) if TIER else [parse(cell) for cell in COMPILED]
+    chosen = tiers.load(tiers.path_of(TIER)) if TIER else [parse(cell) for cell in (*COMPILED, LOADED_AHEAD)]
     cells = [cell.id for cell in chosen if cell.phase in ("decode", "prefill")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, compiled_kernels.__file__, "plain" if TIER else "traced", *cells]
@@ -80,8 +82,14 @@ def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
     said = [json.loads(line) for line in done.stdout.splitlines()]
     seconds, largest = (f([each[name] for each in said]) for f, name in ((sum, "seconds"), (max, "shared")))
     print(f"{len(said)} kernels compiled in {seconds:.0f} s; at most {largest} bytes of shared memory")
-    assert {each["cell"] for each in said if each["kernel"] == "attention_kernel"} == set(cells)
+    reached = {each["cell"] for each in said if each["kernel"] in ("attention_kernel", "refused")}
+    assert reached == {cell.id for cell in chosen if cell.id in cells and cell.fallback == "none"}
     assert largest <= SHARED
+    if not TIER:
+        assert [each["buffered"] for each in said if each["cell"] == LOADED_AHEAD] == [
+            2,
+            2,
+        ]  # K and V; with a trace too
 
 
 # --- codecs
