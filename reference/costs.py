@@ -144,8 +144,9 @@ class Work:
 
 def work(spec: AttentionSpec, hints: Hints, candidates: ValidatedCandidates) -> Work:
     """Count a call from its lists; K and V are stored as their codecs say, or in the spec's dtype. Scales are counted
-    apart, by `scale_bytes`.
+    apart, by `scale_bytes`. Raises ValueError for tiles or splits that are left to a backend.
     """
+    _check_named(hints, "kv_tile", "num_splits")
     seq_lens = np.asarray(spec.seq_lens, np.int64)[np.asarray(spec.token_request, np.int64)]
     row_lens = np.repeat(seq_lens, spec.list_heads)
     lists = CandidateLists(candidates.indptr, candidates.indices)
@@ -216,8 +217,10 @@ def workspace_bytes(spec: AttentionSpec, hints: Hints, entries: int) -> int:
     list or again for each query head that it serves (seed 2.2), as they are stored, K and V each rounded up to
     SCRATCH_ALIGNMENT; a row that is forced to attend a token may need one entry more than it names. Bytes that two
     tokens share (int4 packed along tokens) are written for each of them. Several branches count as so many times the
-    rows, and the out and lse of each wait in FP32 until they are gated and added.
+    rows, and the out and lse of each wait in FP32 until they are gated and added. Raises ValueError for splits that are
+    left to a backend.
     """
+    _check_named(hints, "num_splits")
     rows = spec.num_branches * spec.num_tokens
     partials = partial_bytes(rows, hints.num_splits, spec.num_qo_heads, spec.head_dim_vo)
     branches = spec.num_branches > 1
@@ -234,6 +237,12 @@ def workspace_bytes(spec: AttentionSpec, hints: Hints, entries: int) -> int:
         copies * stored_bytes(spec, codec, head_dim * n) for n, (codec, head_dim) in zip(shared, dims, strict=True)
     )
     return kept + sum(math.ceil(each / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for each in scratch)
+
+
+def _check_named(hints: Hints, *names: str) -> None:
+    for name in names:
+        if getattr(hints, name) == 0:
+            raise ValueError(f"hint {name} is 0, which leaves it to the backend: a cost needs the number that it took")
 
 
 def stored_bytes(spec: AttentionSpec, codec: Codec | None, head_dim: int) -> int:

@@ -87,6 +87,17 @@ def test_the_work_of_a_call_is_the_sum_over_its_rows() -> None:
     assert costs.work(coded, Hints(kv_tile=8), candidates).kv == 21 * (24 / 2 + 16)
 
 
+@pytest.mark.parametrize("name", ["kv_tile", "num_splits"])
+def test_what_is_left_to_a_backend_has_no_cost(name: str) -> None:
+    hints = Hints(**{name: 0})
+    candidates = validate(SPEC, lists([[2, 0], [1], [], [1, 0], [1], [0]]), TABLE)
+    with pytest.raises(ValueError, match=f"hint {name} is 0, which leaves it to the backend"):
+        costs.work(SPEC, hints, candidates)
+    if name == "num_splits":
+        with pytest.raises(ValueError, match="hint num_splits is 0"):
+            costs.workspace_bytes(SPEC, hints, 7)
+
+
 def test_a_workspace_holds_partial_states_and_scratch() -> None:
     direct, shared, heads = Route.DIRECT, Route.GATHER, Route.GATHER_HEADS
     assert costs.workspace_bytes(SPEC, Hints(num_splits=1), 7) == 0
