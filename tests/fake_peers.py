@@ -142,8 +142,18 @@ class BlockMask(NamedTuple):
         return cls(counts, indices, BLOCK_SIZE)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: float, enable_gqa: bool) -> Tensor:
+def flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_mask: BlockMask,
+    scale: float,
+    enable_gqa: bool,
+    kernel_options: dict[str, bool],
+) -> Tensor:
     assert enable_gqa
+    assert kernel_options == ({"FORCE_USE_FLEX_ATTENTION": True} if k.numel() >= 1 << 31 else {})
     queries, keys = block_mask.size
     out = torch.empty_like(q)
     for n, head, query in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():

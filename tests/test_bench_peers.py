@@ -127,4 +127,4 @@ def test_the_stand_ins_have_the_names_that_flex_attention_has() -> None:
     real = signature(BlockMask.from_kv_blocks).parameters
     assert list(real)[:4] == ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"]
     assert {"BLOCK_SIZE", "seq_lengths"} <= real.keys()
-    assert {"block_mask", "scale", "enable_gqa"} <= signature(flex_attention).parameters.keys()
+    assert {"block_mask", "scale", "enable_gqa", "kernel_options"} <= signature(flex_attention).parameters.keys()
