@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_kernel_tasks import case_of
 
+from sacts.conformance.adapter import Backend
 from sacts.conformance.build import build
 from sacts.kernels_under_test.paged import tuning
 from sacts.kernels_under_test.paged.adapter import Adapter
@@ -23,7 +24,7 @@ from sacts.kernels_under_test.paged.tuning import (
     tile_for,
 )
 from sacts.matrices.cell import parse
-from sacts.reference.spec import AttentionSpec, CandidateKind, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, DType, Hints
 
 HERE = MEASURED[0].architecture, MEASURED[0].compiler
 PLAIN = "decode/bf16/kv:60+40/dim:128"
@@ -131,3 +132,8 @@ def test_the_workspace_of_a_choice_is_that_of_the_hints_it_stands_for(monkeypatc
     plan = Adapter().plan(case)
     assert 1 < int(plan.tasks.parts.max()) <= splits
     assert torch.equal(plan.tasks.columns.row.unique(), torch.arange(case.spec.num_lists))
+
+
+@pytest.mark.parametrize(("num_splits", "splits"), [(0, True), (1, False), (2, True)])
+def test_a_backend_that_may_choose_splits_is_judged_as_one_that_splits(num_splits: int, splits: bool) -> None:
+    assert Backend(Adapter()).numerics(DType.BF16, Hints(num_splits=num_splits)).splits is splits

@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from term_problems import ARITHMETICS, SPECS, Problem, problem_of
+from test_lightest_keys import COMPILED
 
 from sacts.conformance.adapter import Backend
 from sacts.conformance.judge import judge
@@ -252,8 +253,7 @@ def saturating(limit: int) -> type:
 
 
 def verdict_of(adapter: type, cell: str) -> tuple[Verdict, str]:
-    compiled = {d: Arithmetic(p=d, out=d, rotated=d, reconstructed=d, tile=16) for d in DType}
-    record = judge(Launcher(Backend(adapter(compiled)), "cpu"), "emulation", parse(cell))
+    record = judge(Launcher(Backend(adapter(COMPILED)), "cpu"), "emulation", parse(cell))
     return record.verdict, record.finding.gate if record.finding else ""
 
 
