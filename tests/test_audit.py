@@ -11,7 +11,6 @@ from rich.console import Console
 from sacts.conformance.audit import audit, judged
 from sacts.conformance.gates import generic
 from sacts.conformance.session import Selection
-from sacts.conformance.worker import Limits
 from sacts.kernels_under_test import faults
 from sacts.matrices import tiers
 from sacts.reports.records import Finding, Gate, Record, Verdict, blank
@@ -56,7 +55,7 @@ MODEL_CELLS = tuple(dict.fromkeys(cell for fault in faults.model_catalogue().val
 def records() -> list[Record]:
     bare = [Entry("triton", "triton"), Entry("triton", "triton", cells=OWN_CELLS)]
     bare.append(Entry("model", MODEL, cells=MODEL_CELLS))
-    selection = Selection(CELLS, [], processes=2, limits=Limits(10.0, 30.0))
+    selection = Selection(CELLS, [], processes=2)
     return judged([*bare, *CATALOGUE.values()], selection, Console(quiet=True))
 
 

@@ -188,6 +188,14 @@ def test_the_release_tier_has_long_rows_and_caches_that_press_on_memory() -> Non
     assert max(spans) >= 32 * 2**30, "bytes of K and V"
 
 
+@pytest.mark.parametrize("processors", [108, 132, 148, 160, 304])
+def test_the_release_tier_has_more_tasks_than_processors_and_some_left_over(processors: int) -> None:
+    stay = [cell for cell in tiers.load(tiers.path_of("release")) if cell.schedule == "persistent"]
+    tasks = max(sum(cell.q) * cell.heads[1] for cell in stay)
+    assert tasks > 2 * processors
+    assert tasks % processors, "left over"
+
+
 @pytest.mark.parametrize("name", ["smok", "smoek", "Smoke"])
 def test_an_unknown_tier_suggests_the_nearest(name: str) -> None:
     with pytest.raises(tiers.TierError, match=f"no tier '{name}'; did you mean 'smoke'"):

@@ -50,7 +50,6 @@ def audit(
     from ..audit import audit as compare
     from ..audit import judged as judge
     from ..session import Selection, SelectionError
-    from ..worker import Limits
 
     known = audited()
     for name in faults or []:
@@ -84,7 +83,6 @@ def audit(
                 device,
                 expression,
                 processes=processes_for(processes, device),
-                limits=Limits(10.0, 60.0),
                 gpus=gpus() if device == "cuda" else 0,
             ),
             err,
