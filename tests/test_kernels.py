@@ -64,6 +64,7 @@ COMPILED = (
     "decode/bf16/kv:40",
     "decode/fp16/kv:60/pattern:all/splits:2/tile:16/pos:rope/cap:30/sink:on/dropout:25/epilogue:cast",
     "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on/route:gather",
+    "decode/bf16/kv:60/pattern:all/kcodec:int8/vcodec:fp8_e5m2/scales:page",  # words
     "decode/bf16/kv:150+9/splits:2/tile:32/schedule:persistent/route:gather_heads",
     "decode/bf16/kv:90+40/heads:8-2/splits:2/tile:16/pos:rope/epilogue:gate/route:gather/lists:query_head",
     "prefill/fp16/kv:60+25/q:3+2/epilogue:gate/lists:query_head",

@@ -39,7 +39,7 @@ from sacts.reference.spec import (
 )
 
 from . import branches, gather, kernels, merge
-from .arguments import bits, codec_of, epilogue_of, scales_of, shapes, strides, terms_of
+from .arguments import as_read, bits, codec_of, epilogue_of, of_slots, scales_of, shapes, strides, terms_of
 from .index import slots_of
 from .launches import Launch, launch
 from .limits import INTERPRETED, k_late, options, uniform, v_late
@@ -185,13 +185,11 @@ class Adapter:
         launches = []
         work = tasks.num_tasks * max(1, copies_of(case))
         grid = (programs(work, case.hints, case.q.device),)
-        k_cache, v_cache = bits(case.k_cache), bits(case.v_cache)
-        k, v = strides("k", k_cache.stride()[:3]), strides("v", v_cache.stride()[:3])
+        k_cache, v_cache = case.k_cache, case.v_cache
         if space.k is not None and space.v is not None:
-            scratch = bits(space.k), bits(space.v)
-            launches.append(self._gather(case, plan, grid, work, (k_cache, v_cache), scratch, k | v))
-            k_cache, v_cache = scratch
-            k, v = (strides(name, (0, x.stride(0), 0)) for name, x in (("k", k_cache), ("v", v_cache)))
+            launches.append(self._gather(case, plan, grid, work, (space.k, space.v)))
+            k_cache, v_cache = space.k, space.v
+        k_cache, v_cache = as_read(spec, k_cache, v_cache)
         shape = shapes(spec, case.hints.route, tasks.q_tile)
         attention = launch(
             kernels.attention_kernel,
@@ -218,8 +216,8 @@ class Adapter:
             **scales_of("k", case.k_scales, case.k_zeros, late=k_late(spec)),
             **scales_of("v", case.v_scales, case.v_zeros, late=v_late(spec)),
             **strides("q", case.q.stride()[:2]),
-            **k,
-            **v,
+            **strides("k", of_slots(k_cache)),
+            **strides("v", of_slots(v_cache)),
             stride_table=case.page_table.stride(0),
             SPLIT=choice.num_splits > 1,
             GATHER=case.hints.route is not Route.DIRECT,
@@ -238,24 +236,23 @@ class Adapter:
         plan: Plan,
         grid: tuple[int],
         work: int,
-        caches: tuple[Tensor, Tensor],
         scratch: tuple[Tensor, Tensor],
-        laid: dict[str, int],
     ) -> Launch:
         """Launch the gather kernel, which takes the tasks as the attention kernel does."""
-        spec = case.spec
+        spec, caches = case.spec, (bits(case.k_cache), bits(case.v_cache))
         return launch(
             gather.gather_kernel,
             grid,
             *caches,
-            *scratch,
+            *map(bits, scratch),
             case.page_table,
             case.seq_lens,
             plan.kv_indices,
             plan.tasks.table,
             work,
             spec.list_heads,
-            **laid,
+            **strides("k", of_slots(caches[0])),
+            **strides("v", of_slots(caches[1])),
             stride_table=case.page_table.stride(0),
             K_CODEC=codec_of(spec.k_codec),
             V_CODEC=codec_of(spec.v_codec),

@@ -18,10 +18,12 @@ from sacts.reference.spec import (
     Route,
 )
 
-from .limits import INTERPRETED, heads_of
+from .limits import INTERPRETED, by_channel, heads_of
 from .plan import Plan
 from .tables import padded
 
+PACKED = ("int8", "fp8_e4m3fn", "fp8_e5m2")  # formats of which two codes are decoded at once
+LEAST_WORDS = 16  # channels, of which half are too few for a product
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
 
@@ -60,6 +62,39 @@ def codec_of(codec: Codec | None) -> str:
 def bits(cache: Tensor) -> Tensor:
     """A cache; of fp8 its bits, which the kernel decodes itself."""
     return cache.view(torch.uint8) if cache.dtype in FP8 else cache
+
+
+def as_read(spec: AttentionSpec, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V, caches or scratch, as the attention kernel reads them: codes as `bits`, or two neighbours as one word.
+    RoPE pairs channels in its own way.
+    """
+    return bits(k) if spec.rope else words(k, spec.k_codec, spec.dtype), words(v, spec.v_codec, spec.dtype)
+
+
+def words(stored: Tensor, codec: Codec | None, dtype: DType) -> Tensor:
+    """Codes as 16-bit words of two channels where they can be read so, have one scale, and meet products of 16 bits;
+    else their bits.
+    """
+    stored = bits(stored)
+    packed = codec is not None and codec.format in PACKED and not by_channel(codec)
+    if not packed or dtype is DType.FP32 or not _decodes(stored.device):
+        return stored
+    *outer, innermost = stored.stride()
+    channels = stored.shape[-1]
+    even = all(n % 2 == 0 for n in (*outer, channels, stored.data_ptr()))
+    return stored.view(torch.int16) if even and innermost == 1 and channels > LEAST_WORDS else stored
+
+
+def _decodes(device: torch.device) -> bool:
+    """Whether the processor has the instructions of `codecs.unpacking`; the interpreter needs none."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def of_slots(stored: Tensor) -> tuple[int, ...]:
+    """Strides of the pages, tokens and heads of a cache [pages, page_size, heads, d], or of scratch [slots, d]."""
+    return stored.stride()[:3] if stored.dim() == 4 else (0, stored.stride(0), 0)
 
 
 def strides(name: str, laid: tuple[int, ...]) -> dict[str, int]:

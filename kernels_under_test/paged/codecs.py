@@ -60,6 +60,76 @@ def signed_nibble(code, second):
     return ((nibble ^ 8) - 8).to(tl.float32)
 
 
+@triton.constexpr_function
+def unpacking(codec, dtype):
+    """PTX that makes of two words two numbers of their low and two of their high bytes: what the compiler does byte by
+    byte. e4m3 and e5m2 are decoded to FP16 by the processor. int8 in BF16, which has seven bits behind the first: the
+    lower seven at 128, less 128 or 256 by the eighth; in FP16: at 1152, less that.
+    """
+    if codec == "int8" and dtype == tl.float16:
+        return """{
+            .reg .b32 x, y, high, less;
+            mov.b32 less, 0xE480E480;
+            shr.u32 high, $2, 8;
+            lop3.b32 x, $2, 0x00FF00FF, 0x64806480, 0x6A;
+            lop3.b32 y, high, 0x00FF00FF, 0x64806480, 0x6A;
+            add.rn.f16x2 $0, x, less;
+            add.rn.f16x2 $1, y, less;
+        }"""
+    if codec == "int8":
+        return """{
+            .reg .b32 x, y, high, one;
+            mov.b32 one, 0x3F803F80;
+            shr.u32 high, $2, 8;
+            lop3.b32 x, $2, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 y, $2, 0x00800080, 0xC300C300, 0xEA;
+            fma.rn.bf16x2 $0, x, one, y;
+            lop3.b32 x, high, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 y, high, 0x00800080, 0xC300C300, 0xEA;
+            fma.rn.bf16x2 $1, x, one, y;
+        }"""
+    pairs = """
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632;"""
+    if dtype == tl.bfloat16:
+        pairs = """
+            .reg .b16 xl, xh, yl, yh; .reg .f32 a, b, c, d;
+            mov.b32 {xl, xh}, x;
+            mov.b32 {yl, yh}, y;
+            cvt.f32.f16 a, xl;
+            cvt.f32.f16 b, xh;
+            cvt.f32.f16 c, yl;
+            cvt.f32.f16 d, yh;
+            cvt.rn.bf16x2.f32 $0, c, a;
+            cvt.rn.bf16x2.f32 $1, d, b;"""
+    decode = """{
+            .reg .b16 u, v; .reg .b32 x, y;
+            mov.b32 {u, v}, $2;
+            cvt.rn.f16x2.FORMx2 x, u;
+            cvt.rn.f16x2.FORMx2 y, v;PAIRS
+        }"""
+    return decode.replace("FORM", "e5m2" if codec == "fp8_e5m2" else "e4m3").replace("PAIRS", pairs)
+
+
+@triton.jit
+def both(word, CODEC: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Values of the two codes in each 16-bit word, the low byte first: in DTYPE, BF16 or FP16, which hold them exactly;
+    under UPCAST in FP32.
+    """
+    if UPCAST:
+        low = decoded((word & 0xFF).to(tl.uint8), 0, 0, CODEC, UPCAST)
+        high = decoded(((word >> 8) & 0xFF).to(tl.uint8), 0, 0, CODEC, UPCAST)
+    elif tl.float16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            unpacking(CODEC, DTYPE), "=r,=r,r", [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            unpacking(CODEC, DTYPE), "=r,=r,r", [word], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    return low, high
+
+
 @triton.jit
 def held(x):
     """x [slots, d] itself, which stays as the threads have loaded it up to here: decoded there 16 bytes at a time, and
@@ -79,7 +149,7 @@ def either(x, y):
 def load_tile(
     base_ptr,
     place,
-    dim,
+    column,
     valid,
     mask,
     scales_ptr,
@@ -94,30 +164,52 @@ def load_tile(
     CODEC: tl.constexpr,
     CHANNELS: tl.constexpr,
     LATE: tl.constexpr,
+    DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """K or V of the slots at a place [slots] from base_ptr, channels dim [d]: as stored without a codec, else
-    (code - zero) * scale in FP32, or where LATE the codes; and the scales [slots] that their products then get, else 1.
-    CHANNELS: scales change along dim; strides are 0 along what shares one. What is not valid [slots], and what the mask
-    [slots, d or 1] leaves out, is 0, whatever lies there and in its scale.
+    """K or V of the slots at a place [slots] from base_ptr: as stored without a codec, else (code - zero) * scale in
+    FP32, or where LATE the codes; and the scales [slots] that their products then get, else 1. CHANNELS: scales change
+    along the channels; strides are 0 along what shares one. What is not valid [slots], and what the mask [slots, d or
+    1] leaves out, is 0, whatever lies there and in its scale.
+
+    A column [d] is a channel, or where base_ptr points to 16-bit words of codes two neighbours. Their values are two
+    tiles (else the second is the first), in DTYPE or FP32: words reach the layout of the product as any numbers of 16
+    bits do, and are decoded there; bytes have to be decoded before, and go twice the way.
     """
     scale = 1.0
     if CODEC == "none":
-        value = tl.load(base_ptr + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        value = tl.load(base_ptr + place[:, None] + column[None, :], mask=mask, other=0.0)
+        second = value
     else:
+        WORDS: tl.constexpr = base_ptr.dtype.element_ty == tl.int16
+        tl.static_assert(not (WORDS and CHANNELS), "words have one scale")
         per_byte: tl.constexpr = 2 if (CODEC == "int4" or CODEC == "int4_high") else 1
-        code = tl.load(base_ptr + place[:, None] + (dim // per_byte)[None, :], mask=mask, other=0)
-        value = decoded(code, dim, offset, CODEC, UPCAST)
+        code = tl.load(base_ptr + place[:, None] + (column // per_byte)[None, :], mask=mask, other=0)
+        if WORDS:
+            value, second = both(code, CODEC, DTYPE, UPCAST)
+        else:
+            value = decoded(code, column, offset, CODEC, UPCAST)
         scale_at = page.to(tl.int64) * stride_page + offset * stride_token + head * stride_head
         if LATE:
             scale = tl.load(scales_ptr + scale_at, mask=valid, other=0.0)
         else:
-            scale_at = scale_at[:, None]
-            there = valid[:, None]
-            if CHANNELS:
-                scale_at = scale_at + (dim * stride_dim)[None, :]
-                there = mask
-            if zeros_ptr is not None:
-                value = value - tl.load(zeros_ptr + scale_at, mask=there, other=0.0)
-            value = value * tl.load(scales_ptr + scale_at, mask=there, other=0.0)
-    return value, scale
+            value = scaled(value, column, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, CHANNELS)
+        if not WORDS:
+            second = value
+        elif not LATE:
+            second = scaled(second, column, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, CHANNELS)
+    return value, second, scale
+
+
+@triton.jit
+def scaled(code, dim, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, CHANNELS: tl.constexpr):
+    """(code - zero) * scale in FP32: codes [slots, d] of channels dim, scales and zero points at scale_at [slots]."""
+    value = code.to(tl.float32)
+    scale_at = scale_at[:, None]
+    there = valid[:, None]
+    if CHANNELS:
+        scale_at = scale_at + (dim * stride_dim)[None, :]
+        there = mask
+    if zeros_ptr is not None:
+        value = value - tl.load(zeros_ptr + scale_at, mask=there, other=0.0)
+    return value * tl.load(scales_ptr + scale_at, mask=there, other=0.0)

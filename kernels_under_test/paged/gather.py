@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .codecs import place_of
+from .lookups import task_at
 
 
 @triton.jit(do_not_specialize=["num_work"])
@@ -41,13 +42,8 @@ def gather_kernel(
     become 0; what other masks hide is copied and never loaded.
     """
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        task = tasks_ptr + work // COPIES * 8
-        row = tl.load(task)
-        first = tl.load(task + 1)
-        last = tl.load(task + 2)
+        row, first, last, _, _, _, start, request = task_at(tasks_ptr + work // COPIES * 8)
         kv_head = row % list_heads // LISTS
-        start = tl.load(task + 6)
-        request = tl.load(task + 7)
         seq_len = tl.load(seq_lens_ptr + request)
         k_base = k_ptr + kv_head.to(tl.int64) * stride_k_head
         v_base = v_ptr + kv_head.to(tl.int64) * stride_v_head

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .codecs import held, load_tile, place_of
-from .lookups import entry_at, token_and_page
+from .lookups import entry_at, task_at, token_and_page
 from .recorder import record
 from .terms import epilogue, keeps, position_bias, tanh, turned, with_sink
 
@@ -116,16 +116,11 @@ def attention_kernel(
     else un-normalised (m, l, o) of their part. UNIFORM: the slots of a tile lie in one entry and on one page.
     """
     copies: tl.constexpr = GROUP // HEADS
+    # Channels that stand in one column of K or V: the two of a word of codes, else one.
+    K_WIDE: tl.constexpr = 2 if K_CODEC != "none" and k_ptr.dtype.element_ty == tl.int16 else 1
+    V_WIDE: tl.constexpr = 2 if V_CODEC != "none" and v_ptr.dtype.element_ty == tl.int16 else 1
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        task = tasks_ptr + work // copies * 8
-        row = tl.load(task)
-        first = tl.load(task + 1)
-        last = tl.load(task + 2)
-        split = tl.load(task + 3)
-        parts = tl.load(task + 4)
-        queries = tl.load(task + 5)
-        start = tl.load(task + 6)
-        request = tl.load(task + 7)
+        row, first, last, split, parts, queries, start, request = task_at(tasks_ptr + work // copies * 8)
         seq_len = tl.load(seq_lens_ptr + request)
         list_head = row % list_heads
         kv_head = list_head // LISTS
@@ -139,21 +134,23 @@ def attention_kernel(
         q_token = token
         if num_tokens is not None:  # rows of branches stand one branch behind another, in every table; q is common
             q_token = token % num_tokens
-        dim_qk = tl.arange(0, BLOCK_QK)
+        dim_k = tl.arange(0, BLOCK_QK // K_WIDE)
+        dim_v = tl.arange(0, BLOCK_VO // V_WIDE)
         dim_vo = tl.arange(0, BLOCK_VO)
         q_mask = in_group[:, None]
         out_mask = in_group[:, None]
         if BLOCK_QK != HEAD_DIM_QK:
-            q_mask = q_mask & (dim_qk < HEAD_DIM_QK)[None, :]
+            q_mask = q_mask & (dim_k < HEAD_DIM_QK // K_WIDE)[None, :]
         if BLOCK_VO != HEAD_DIM_VO:
             out_mask = out_mask & (dim_vo < HEAD_DIM_VO)[None, :]
         query = position  # what position terms take for the query; masks and dropout take its logical position
         if query_ordinals_ptr is not None:
             query = tl.load(query_ordinals_ptr + row + lane // HEADS * list_heads, mask=in_group, other=0)
         q_row = q_ptr + q_token.to(tl.int64)[:, None] * stride_q_token + qo_head[:, None] * stride_q_head
-        dim_k = dim_qk
         if turns_ptr is None:
-            q = tl.load(q_row + dim_qk[None, :], mask=q_mask, other=0.0)
+            q = tl.load(q_row + dim_k[None, :] * K_WIDE, mask=q_mask, other=0.0)
+            if K_WIDE == 2:
+                q_2 = tl.load(q_row + dim_k[None, :] * K_WIDE + 1, mask=q_mask, other=0.0)
         else:  # the two channels of a pair stand at one place of two tiles; -1: there is none
             pair = tl.arange(0, BLOCK_PAIRS)
             dim_k = tl.load(channels_ptr + pair)
@@ -162,15 +159,17 @@ def attention_kernel(
             q_2 = tl.load(q_row + dim_k_2[None, :], mask=in_group[:, None] & (dim_k_2 >= 0)[None, :], other=0.0)
             turn = turns_ptr + (query - turns_low).to(tl.int64)[:, None] * 2 * num_pairs + pair[None, :]
             q, q_2 = turned(q, q_2, turn, pair, num_pairs)
-            q_2 = q_2.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
         q = q.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
+        if turns_ptr is not None or K_WIDE == 2:
+            q_2 = q_2.to(q.dtype)
         if forced_ptr is not None:
             forced = tl.load(forced_ptr + row)
 
         out_row = token.to(tl.int64) * list_heads * GROUP + qo_head
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
         l = tl.zeros([BLOCK_M], tl.float32)
-        o = tl.zeros([BLOCK_M, BLOCK_VO], tl.float32)
+        o = tl.zeros([BLOCK_M, BLOCK_VO // V_WIDE], tl.float32)
+        o_2 = o
         # What a tile loads is looked up while those before it are computed: its entries two tiles ahead, its pages one.
         apart = 0 if UNIFORM else tl.arange(0, BLOCK_N)
         within = tl.arange(0, BLOCK_N) if UNIFORM else tl.zeros([BLOCK_N], tl.int32)
@@ -218,26 +217,25 @@ def attention_kernel(
             if turns_ptr is not None:
                 k_mask = k_mask & (dim_k >= 0)[None, :]
             elif BLOCK_QK != HEAD_DIM_QK:
-                k_mask = k_mask & (dim_qk < HEAD_DIM_QK)[None, :]
-            k, k_scale = load_tile(
-                k_base, k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, UPCAST,
+                k_mask = k_mask & (dim_k < HEAD_DIM_QK // K_WIDE)[None, :]
+            k, k_2, k_scale = load_tile(
+                k_base, k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head, stride_ks_page,
+                stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, q.dtype, UPCAST,
             )  # fmt: skip
             if turns_ptr is not None:  # each key turns by its own position
                 k_mask = valid[:, None] & (dim_k_2 >= 0)[None, :]
-                k_2, k_scale = load_tile(
+                k_2, _, k_scale = load_tile(
                     k_base, k_place, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
-                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, UPCAST,
+                    stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE,
+                    q.dtype, UPCAST,
                 )  # fmt: skip
                 k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
                 k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
             # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
             z = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=INPUT_PRECISION)
-            if turns_ptr is not None:
+            if turns_ptr is not None or K_WIDE == 2:
                 z = tl.dot(q_2, tl.trans(k_2.to(q.dtype)), z, input_precision=INPUT_PRECISION)
-            if K_LATE:
-                z = z * k_scale[None, :]
-            z = z * scale
+            z = z * (k_scale * scale)[None, :] if K_LATE else z * scale
             if cap_log2 is not None:
                 z = tanh(z) * cap_log2
             if slopes_ptr is not None or bucket_bias_ptr is not None:
@@ -257,25 +255,31 @@ def attention_kernel(
                 p = tl.where(keeps(dropout_ptr, request, key, position, qo_head), p * keep_scale, 0.0)
             v_mask = valid[:, None]
             if BLOCK_VO != HEAD_DIM_VO:
-                v_mask = v_mask & (dim_vo < HEAD_DIM_VO)[None, :]
-            v, v_scale = load_tile(
-                v_base, v_place, dim_vo, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head,
-                stride_vs_page, stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE, UPCAST,
+                v_mask = v_mask & (dim_v < HEAD_DIM_VO // V_WIDE)[None, :]
+            v, v_2, v_scale = load_tile(
+                v_base, v_place, dim_v, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head, stride_vs_page,
+                stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE, q.dtype, UPCAST,
             )  # fmt: skip
             if V_LATE:
                 p = p * v_scale[None, :]
+            p = p.to(q.dtype)
             v = v.to(q.dtype)
-            if V_CODEC != "none" and not UPCAST:
+            if V_CODEC != "none" and V_WIDE == 1 and not UPCAST:
                 v = held(v)
-            o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=INPUT_PRECISION)
+            o = o * rescale[:, None] + tl.dot(p, v, input_precision=INPUT_PRECISION)
+            if V_WIDE == 2:
+                o_2 = o_2 * rescale[:, None] + tl.dot(p, v_2.to(q.dtype), input_precision=INPUT_PRECISION)
             m = m_new
             if TRACE:
                 record(
                     trace_tokens_ptr, trace_logits_ptr, trace_m_ptr, trace_l_ptr, trace_o_ptr, trace_tiles,
                     (row + lane // HEADS * list_heads).to(tl.int64), lane % HEADS == 0, out_row, begin, last,
-                    in_group, out_mask, tl.where(sees, t[None, :], -1), z, m, l, o, BLOCK_N, HEAD_DIM_VO,
+                    in_group, out_mask, tl.where(sees, t[None, :], -1), z, m, l,
+                    tl.interleave(o, o_2) if V_WIDE == 2 else o, BLOCK_N, HEAD_DIM_VO,
                 )  # fmt: skip
 
+        if V_WIDE == 2:
+            o = tl.interleave(o, o_2)
         if SPLIT and parts > 1:
             part = out_row * num_splits + split
             tl.store(partial_m_ptr + part, m, mask=in_group)

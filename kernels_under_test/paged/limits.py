@@ -54,10 +54,11 @@ def v_late(spec: AttentionSpec) -> bool:
 
 def _one_scale(codec: Codec | None) -> bool:
     """Whether all channels of a token have one scale, and no zero point."""
-    return codec is not None and not codec.asymmetric and not _by_channel(codec)
+    return codec is not None and not codec.asymmetric and not by_channel(codec)
 
 
-def _by_channel(codec: Codec) -> bool:
+def by_channel(codec: Codec) -> bool:
+    """Whether channels of a token have scales of their own."""
     return codec.granularity in (ScaleGranularity.CHANNEL, ScaleGranularity.PAGE_CHANNEL)
 
 
@@ -83,4 +84,4 @@ def _loaded(codec: Codec | None, size: int) -> int:
     """Bytes that one channel of a slot loads: what is stored, and a scale and zero point where channels have any."""
     if codec is None:
         return size
-    return 1 + 4 * _by_channel(codec) * (1 + codec.asymmetric)
+    return 1 + 4 * by_channel(codec) * (1 + codec.asymmetric)

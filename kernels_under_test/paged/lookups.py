@@ -19,3 +19,18 @@ def token_and_page(entry, slot, last, table_ptr, seq_len, BLOCK_SIZE: tl.constex
     t = entry * BLOCK_SIZE + (slot.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
     t = tl.where(slot < last, t, seq_len)
     return t, tl.load(table_ptr + (t.to(tl.uint32) // PAGE_SIZE).to(tl.int32), mask=t < seq_len, other=0)
+
+
+@triton.jit
+def task_at(tasks_ptr):
+    """The task at a row of the table, column by column: tasks.Columns."""
+    return (
+        tl.load(tasks_ptr),
+        tl.load(tasks_ptr + 1),
+        tl.load(tasks_ptr + 2),
+        tl.load(tasks_ptr + 3),
+        tl.load(tasks_ptr + 4),
+        tl.load(tasks_ptr + 5),
+        tl.load(tasks_ptr + 6),
+        tl.load(tasks_ptr + 7),
+    )
