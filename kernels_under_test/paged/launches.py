@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from sacts.conformance.adapter import Case
@@ -33,4 +34,6 @@ def launch(kernel: Any, grid: tuple[int], *arguments: Any, **named: Any) -> Laun
     if not isinstance(compiled, CompiledKernel):  # the interpreter
         return partial(kernel[grid], *arguments, **named)
     ordered = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-    return partial(compiled[(*grid, 1, 1)], *(ordered[name] for name in kernel.arg_names))
+    # A pointer may be a number, of which the launcher asks the driver nothing; its memory is the case's or the plan's.
+    numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in (ordered[name] for name in kernel.arg_names)]
+    return partial(compiled[(*grid, 1, 1)], *numbers)
