@@ -42,7 +42,7 @@ from . import branches, gather, kernels, merge
 from .arguments import as_read, bits, codec_of, epilogue_of, of_slots, scales_of, shapes, strides, terms_of
 from .index import slots_of
 from .launches import Launch, launch
-from .limits import INTERPRETED, k_late, options, uniform, v_late
+from .limits import INTERPRETED, early, k_late, options, uniform, v_late
 from .plan import Plan, normalized, plan_of
 from .tables import padded, turns_bytes
 from .trace import NOTHING, recording_of, trace_of
@@ -289,6 +289,7 @@ class Adapter:
             HEAD_DIM_VO=spec.head_dim_vo,
             BLOCK_VO=padded(spec.head_dim_vo),
             BLOCK_S=MERGED_AT_ONCE,
+            **early(case.q.device),
             **epilogue_of(case),
         )
         return [merged]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from sacts.reference.spec import AttentionSpec, Codec, DType, Route, ScaleGranularity
 
 from .tables import padded
@@ -85,3 +87,12 @@ def _loaded(codec: Codec | None, size: int) -> int:
     if codec is None:
         return size
     return 1 + 4 * by_channel(codec) * (1 + codec.asymmetric)
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that waits by itself for the one before, and may be launched while that one runs, where the
+    processor knows such launches.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}

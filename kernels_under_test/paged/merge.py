@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .terms import epilogue, with_sink
 
@@ -26,9 +27,11 @@ def merge_kernel(
     BLOCK_VO: tl.constexpr,
     EPILOGUE: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Merge an output row of `split_rows`, equation (7): un-normalised states on one maximum, BLOCK_S splits at a time;
-    empty splits carry no mass. What happens once to a row happens here: its sink logit, its epilogue.
+    empty splits carry no mass. What happens once to a row happens here: its sink logit, its epilogue. EARLY: launched
+    while the attention kernel runs, for whose end it waits.
     """
     merged = tl.program_id(0)
     row = tl.load(split_rows_ptr + merged // heads_per_list)
@@ -39,6 +42,8 @@ def merge_kernel(
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
     o = tl.zeros([1, BLOCK_VO], tl.float32)
+    if EARLY:
+        gdc_wait()
     for first in range(0, parts, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
         there = split < parts
