@@ -59,10 +59,34 @@ def test_what_was_measured_is_taken_there_and_nowhere_else(cell: str, work: Work
         "decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page_channel",
         "decode/bf16/kv:60+40/dim:128/kcodec:int4/vcodec:int4/scales:page/zeros:on",
         "decode/fp16/kv:60+40/dim:128/vcodec:fp8_e4m3fn/scales:page",
+        "decode/bf16/kv:60+40/dim:128/kcodec:int4/vcodec:int4/scales:page",
+        "decode/bf16/kv:60+40/dim:128/kcodec:int8/scales:page",
     ],
 )
 def test_what_was_not_measured_gets_the_default(cell: str) -> None:
     assert tile_for(spec_of(cell), *HERE) is ANYWHERE
+
+
+def test_programs_that_have_a_processor_each_take_larger_tiles() -> None:
+    spec, codes = spec_of(PLAIN), spec_of("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page")
+    assert tile_for(spec, *HERE, alone=True) is MEASURED[0].tiles[Work.ALONE]
+    assert tile_for(codes, *HERE, alone=True) is MEASURED[0].tiles[Work.CODES]
+
+
+@pytest.mark.parametrize(("num_splits", "alone"), [(1, True), (2, True), (3, False)])
+def test_how_many_programs_there_are_follows_from_lists_and_splits(
+    monkeypatch: pytest.MonkeyPatch, num_splits: int, alone: bool
+) -> None:
+    case = case_of("decode/bf16/kv:300+9/dim:128/pattern:all", Hints(num_splits=num_splits, kv_tile=0))
+    monkeypatch.setattr(tuning, "processors", lambda device: 2 * case.spec.num_lists)
+    monkeypatch.setattr(tuning, "here", lambda device: HERE)
+    assert chosen(case).tile is MEASURED[0].tiles[Work.ALONE if alone else Work.DECODE]
+
+
+def test_a_decode_of_more_heads_than_were_measured_gets_the_default() -> None:
+    spec = replace(spec_of(PLAIN), num_qo_heads=17, num_kv_heads=1)
+    assert tile_for(spec, *HERE) is ANYWHERE
+    assert tile_for(replace(spec, num_qo_heads=16), *HERE) is MEASURED[0].tiles[Work.DECODE]
 
 
 @pytest.mark.parametrize(

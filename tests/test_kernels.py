@@ -86,6 +86,11 @@ def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
     reached = {each["cell"] for each in said if each["kernel"] in ("attention_kernel", "refused")}
     assert reached == {cell.id for cell in chosen if cell.id in cells and cell.fallback == "none"}
     assert largest <= SHARED
+    split = {cell.id for cell in chosen if cell.splits > 1}
+    for each in said:  # the merge kernel is launched while the attention kernel runs, and waits for its end
+        told = each["kernel"] == "attention_kernel" and each["cell"] in split
+        merges = each["kernel"] == "merge_kernel"
+        assert each["order"] == ["launch_dependents"] * told + ["wait"] * merges, each
     if not TIER:
         assert [each["buffered"] for each in said if each["cell"] == LOADED_AHEAD] == [
             2,

@@ -41,8 +41,8 @@ from sacts.reference.spec import (
 from . import branches, gather, kernels, merge
 from .arguments import as_read, bits, codec_of, epilogue_of, of_slots, scales_of, shapes, strides, terms_of
 from .index import slots_of
-from .launches import Launch, launch
-from .limits import INTERPRETED, early, k_late, options, uniform, v_late
+from .launches import Launch, early, launch
+from .limits import INTERPRETED, k_late, options, uniform, v_late
 from .plan import Plan, normalized, plan_of
 from .tables import padded, turns_bytes
 from .trace import NOTHING, recording_of, trace_of
@@ -220,6 +220,7 @@ class Adapter:
             **strides("v", of_slots(v_cache)),
             stride_table=case.page_table.stride(0),
             SPLIT=choice.num_splits > 1,
+            EARLY=choice.num_splits > 1 and early(case.q.device),
             GATHER=case.hints.route is not Route.DIRECT,
             BLOCK_N=tasks.tile,
             UNIFORM=uniform(spec, tasks.tile),
@@ -273,6 +274,7 @@ class Adapter:
         rows = len(tasks.split_rows) * spec.heads_per_list
         if not rows:
             return []
+        waits = early(case.q.device)
         merged = launch(
             merge.merge_kernel,
             (rows,),
@@ -289,7 +291,8 @@ class Adapter:
             HEAD_DIM_VO=spec.head_dim_vo,
             BLOCK_VO=padded(spec.head_dim_vo),
             BLOCK_S=MERGED_AT_ONCE,
-            **early(case.q.device),
+            EARLY=waits,
+            **({"launch_pdl": True} if waits else {}),
             **epilogue_of(case),
         )
         return [merged]

@@ -18,11 +18,10 @@ from sacts.reference.spec import (
     Route,
 )
 
-from .limits import INTERPRETED, by_channel, heads_of
+from .limits import INTERPRETED, heads_of, packed
 from .plan import Plan
 from .tables import padded
 
-PACKED = ("int8", "fp8_e4m3fn", "fp8_e5m2")  # formats of which two codes are decoded at once
 LEAST_WORDS = 16  # channels, of which half are too few for a product
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
@@ -72,12 +71,9 @@ def as_read(spec: AttentionSpec, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words(stored: Tensor, codec: Codec | None, dtype: DType) -> Tensor:
-    """Codes as 16-bit words of two channels where they can be read so, have one scale, and meet products of 16 bits;
-    else their bits.
-    """
+    """Codes as 16-bit words of two channels where they are `packed` and lie so that it is possible; else their bits."""
     stored = bits(stored)
-    packed = codec is not None and codec.format in PACKED and not by_channel(codec)
-    if not packed or dtype is DType.FP32 or not _decodes(stored.device):
+    if not packed(codec, dtype) or not _decodes(stored.device):
         return stored
     *outer, innermost = stored.stride()
     channels = stored.shape[-1]

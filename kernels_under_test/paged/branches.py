@@ -6,6 +6,7 @@ out = epilogue(sum_b gates[token, head, b] out_b): branches are separate softmax
 import triton
 import triton.language as tl
 
+from .lookups import channels_of
 from .terms import epilogue
 
 
@@ -32,9 +33,7 @@ def gated_sum_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < num_rows
     dim_vo = tl.arange(0, BLOCK_VO)
-    out_mask = inside[:, None]
-    if BLOCK_VO != HEAD_DIM_VO:
-        out_mask = out_mask & (dim_vo < HEAD_DIM_VO)[None, :]
+    out_mask = channels_of(inside, dim_vo, HEAD_DIM_VO)
     out = tl.zeros([BLOCK_M, BLOCK_VO], tl.float32)
     for branch in range(num_branches):
         own = branch * num_rows.to(tl.int64) + row

@@ -11,9 +11,10 @@ its bf16 arithmetic is wrong and its casts truncate (DESIGN section 10).
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .codecs import held, load_tile, place_of
-from .lookups import entry_at, task_at, token_and_page
+from .lookups import channels_of, entry_at, task_at, token_and_page
 from .recorder import record
 from .terms import epilogue, keeps, position_bias, tanh, turned, with_sink
 
@@ -70,14 +71,14 @@ def attention_kernel(
     stride_q_token,
     stride_q_head,
     stride_table,
-    stride_ks_page,
-    stride_ks_token,
-    stride_ks_head,
-    stride_ks_dim,
-    stride_vs_page,
-    stride_vs_token,
-    stride_vs_head,
-    stride_vs_dim,
+    stride_ks_page: tl.constexpr,
+    stride_ks_token: tl.constexpr,
+    stride_ks_head: tl.constexpr,
+    stride_ks_dim: tl.constexpr,
+    stride_vs_page: tl.constexpr,
+    stride_vs_token: tl.constexpr,
+    stride_vs_head: tl.constexpr,
+    stride_vs_dim: tl.constexpr,
     stride_k_page: tl.constexpr,
     stride_k_token: tl.constexpr,
     stride_k_head: tl.constexpr,
@@ -111,14 +112,18 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Tasks of the table (tasks.Columns), as often as there are copies of their slots: out and lse of rows in one part,
-    else un-normalised (m, l, o) of their part. UNIFORM: the slots of a tile lie in one entry and on one page.
+    else un-normalised (m, l, o) of their part. UNIFORM: the slots of a tile lie in one entry and on one page. EARLY:
+    the merge kernel may be launched from now on.
     """
     copies: tl.constexpr = GROUP // HEADS
     # Channels that stand in one column of K or V: the two of a word of codes, else one.
     K_WIDE: tl.constexpr = 2 if K_CODEC != "none" and k_ptr.dtype.element_ty == tl.int16 else 1
     V_WIDE: tl.constexpr = 2 if V_CODEC != "none" and v_ptr.dtype.element_ty == tl.int16 else 1
+    if EARLY:
+        gdc_launch_dependents()
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         row, first, last, split, parts, queries, start, request = task_at(tasks_ptr + work // copies * 8)
         seq_len = tl.load(seq_lens_ptr + request)
@@ -137,12 +142,8 @@ def attention_kernel(
         dim_k = tl.arange(0, BLOCK_QK // K_WIDE)
         dim_v = tl.arange(0, BLOCK_VO // V_WIDE)
         dim_vo = tl.arange(0, BLOCK_VO)
-        q_mask = in_group[:, None]
-        out_mask = in_group[:, None]
-        if BLOCK_QK != HEAD_DIM_QK:
-            q_mask = q_mask & (dim_k < HEAD_DIM_QK // K_WIDE)[None, :]
-        if BLOCK_VO != HEAD_DIM_VO:
-            out_mask = out_mask & (dim_vo < HEAD_DIM_VO)[None, :]
+        q_mask = channels_of(in_group, dim_k, HEAD_DIM_QK // K_WIDE)
+        out_mask = channels_of(in_group, dim_vo, HEAD_DIM_VO)
         query = position  # what position terms take for the query; masks and dropout take its logical position
         if query_ordinals_ptr is not None:
             query = tl.load(query_ordinals_ptr + row + lane // HEADS * list_heads, mask=in_group, other=0)
@@ -213,11 +214,9 @@ def attention_kernel(
                 place = (start.to(tl.int64) * BLOCK_SIZE + slot) * copies + work % copies
                 k_place = place * stride_k_token
                 v_place = place * stride_v_token
-            k_mask = valid[:, None]
+            k_mask = channels_of(valid, dim_k, HEAD_DIM_QK // K_WIDE)
             if turns_ptr is not None:
-                k_mask = k_mask & (dim_k >= 0)[None, :]
-            elif BLOCK_QK != HEAD_DIM_QK:
-                k_mask = k_mask & (dim_k < HEAD_DIM_QK // K_WIDE)[None, :]
+                k_mask = valid[:, None] & (dim_k >= 0)[None, :]
             k, k_2, k_scale = load_tile(
                 k_base, k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head, stride_ks_page,
                 stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, q.dtype, UPCAST,
@@ -253,9 +252,7 @@ def attention_kernel(
             l = l * rescale + tl.sum(p, 1)
             if dropout_ptr is not None:  # of the numerator; l keeps every edge
                 p = tl.where(keeps(dropout_ptr, request, key, position, qo_head), p * keep_scale, 0.0)
-            v_mask = valid[:, None]
-            if BLOCK_VO != HEAD_DIM_VO:
-                v_mask = v_mask & (dim_v < HEAD_DIM_VO // V_WIDE)[None, :]
+            v_mask = channels_of(valid, dim_v, HEAD_DIM_VO // V_WIDE)
             v, v_2, v_scale = load_tile(
                 v_base, v_place, dim_v, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head, stride_vs_page,
                 stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE, q.dtype, UPCAST,

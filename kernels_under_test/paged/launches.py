@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -37,3 +38,8 @@ def launch(kernel: Any, grid: tuple[int], *arguments: Any, **named: Any) -> Laun
     # A pointer may be a number, of which the launcher asks the driver nothing; its memory is the case's or the plan's.
     numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in (ordered[name] for name in kernel.arg_names)]
     return partial(compiled[(*grid, 1, 1)], *numbers)
+
+
+def early(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it runs, and waits by itself for its end."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from sacts.reference.spec import AttentionSpec, Codec, DType, Route, ScaleGranularity
 
 from .tables import padded
@@ -13,6 +11,7 @@ from .tables import padded
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TILE_BYTES = 64 << 10  # of K and V together in one tile: beyond it registers spill, and shared memory ends at 227 KiB
 ROW_BYTES = 64 << 10  # of q and out of all lanes of a program
+PACKED = ("int8", "fp8_e4m3fn", "fp8_e5m2")  # formats of which two codes are decoded at once
 WIDE = 512  # channels of K and V, padded, beyond which the copies that a pipeline makes of a tile do not fit
 STAGED_BYTES = 192 << 10  # of all tiles that are on their way
 
@@ -59,6 +58,11 @@ def _one_scale(codec: Codec | None) -> bool:
     return codec is not None and not codec.asymmetric and not by_channel(codec)
 
 
+def packed(codec: Codec | None, dtype: DType) -> bool:
+    """Whether two neighbours may be read as one word of 16 bits: codes of 8 bits with one scale, for products of 16."""
+    return codec is not None and codec.format in PACKED and not by_channel(codec) and dtype is not DType.FP32
+
+
 def by_channel(codec: Codec) -> bool:
     """Whether channels of a token have scales of their own."""
     return codec.granularity in (ScaleGranularity.CHANNEL, ScaleGranularity.PAGE_CHANNEL)
@@ -87,12 +91,3 @@ def _loaded(codec: Codec | None, size: int) -> int:
     if codec is None:
         return size
     return 1 + 4 * by_channel(codec) * (1 + codec.asymmetric)
-
-
-def early(device: torch.device) -> dict[str, bool]:
-    """Options of a kernel that waits by itself for the one before, and may be launched while that one runs, where the
-    processor knows such launches.
-    """
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}

@@ -22,6 +22,15 @@ def token_and_page(entry, slot, last, table_ptr, seq_len, BLOCK_SIZE: tl.constex
 
 
 @triton.jit
+def channels_of(rows, dim, CHANNELS: tl.constexpr):
+    """Which of the channels dim [padded] of rows [n], a mask, are there: [n, padded], or [n, 1] where all are."""
+    mask = rows[:, None]
+    if dim.shape[0] != CHANNELS:
+        mask = mask & (dim < CHANNELS)[None, :]
+    return mask
+
+
+@triton.jit
 def task_at(tasks_ptr):
     """The task at a row of the table, column by column: tasks.Columns."""
     return (

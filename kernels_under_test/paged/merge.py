@@ -31,7 +31,7 @@ def merge_kernel(
 ):
     """Merge an output row of `split_rows`, equation (7): un-normalised states on one maximum, BLOCK_S splits at a time;
     empty splits carry no mass. What happens once to a row happens here: its sink logit, its epilogue. EARLY: launched
-    while the attention kernel runs, for whose end it waits.
+    while the attention kernel runs, for whose end it waits; what the plan made was there before that one began.
     """
     merged = tl.program_id(0)
     row = tl.load(split_rows_ptr + merged // heads_per_list)

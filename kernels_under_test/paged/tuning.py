@@ -14,7 +14,7 @@ import triton
 from sacts.conformance.adapter import Case
 from sacts.reference.spec import AttentionSpec, DType, Hints, Schedule
 
-from .limits import k_late, v_late
+from .limits import k_late, packed, v_late
 from .tables import padded
 
 LEAST_PART = 320  # slots of a part: less is not worth a merge
@@ -22,13 +22,15 @@ MOST_PARTS = 32  # of a row: the workspace has room for as many of each
 LANES = 128  # query heads of all tokens of one program, where tokens share lists
 PROGRAMS = 3  # parts of rows that a processor should have at least
 MEASURED_DIM = 128  # head dims, padded
+MEASURED_HEADS = 16  # query heads of a list at most, where its tokens are alone: what one product holds
 CPU_PROCESSORS = 3  # as many as programs that stay in the interpreter
 
 
 class Work(StrEnum):
-    """What bounds a case: K and V from memory, codes to decode, or the products."""
+    """What bounds a case: K and V from memory, how long a program waits for them, codes to decode, or the products."""
 
     DECODE = "decode"
+    ALONE = "alone"
     CODES = "codes"
     PREFILL = "prefill"
 
@@ -57,7 +59,8 @@ MEASURED = (
         compiler="3.6",
         tiles={
             Work.DECODE: Tile(32, {"num_stages": 3, "maxnreg": 128}),
-            Work.CODES: Tile(128, {"num_stages": 2}),
+            Work.ALONE: Tile(128, {"num_stages": 3}),
+            Work.CODES: Tile(128, {"num_warps": 2, "num_stages": 2}),
             Work.PREFILL: Tile(64, {"num_stages": 3}),
         },
     ),
@@ -86,12 +89,13 @@ def chosen(case: Case) -> Choice:
     if not splits:
         splits, part = splits_of(spec, case.kv_indices.numel(), PROGRAMS * processors(device))
     several = max(spec.qo_lens, default=0) > 1
+    alone = splits * spec.num_lists <= processors(device)
     return Choice(
         num_splits=splits,
         least_part=part,
         q_tile=hints.q_tile or (max(1, LANES // spec.heads_per_list) if several else 1),
         asked=hints.q_tile > 0,
-        tile=Tile(hints.kv_tile) if hints.kv_tile else tile_for(spec, *here(device)),
+        tile=Tile(hints.kv_tile) if hints.kv_tile else tile_for(spec, *here(device), alone=alone),
     )
 
 
@@ -115,23 +119,31 @@ def here(device: torch.device) -> tuple[tuple[int, int] | None, str]:
     return architecture, ".".join(triton.__version__.split(".")[:2])
 
 
-def tile_for(spec: AttentionSpec, architecture: tuple[int, int] | None, compiler: str) -> Tile:
-    """What was measured there for such work, or the default."""
+def tile_for(spec: AttentionSpec, architecture: tuple[int, int] | None, compiler: str, *, alone: bool = False) -> Tile:
+    """What was measured there for such work, see `work_of`, or the default."""
     same_size = padded(spec.head_dim_qk) == padded(spec.head_dim_vo) == MEASURED_DIM and spec.dtype is not DType.FP32
-    work = work_of(spec)
+    work = work_of(spec, alone=alone)
     for tuned in MEASURED:
         if (tuned.architecture, tuned.compiler) == (architecture, compiler) and same_size and work:
             return tuned.tiles[work]
     return ANYWHERE
 
 
-def work_of(spec: AttentionSpec) -> Work | None:
-    """What bounds a spec; None where that was not measured: codes that are scaled channel by channel, RoPE."""
+def work_of(spec: AttentionSpec, *, alone: bool) -> Work | None:
+    """What bounds a spec, whose programs have a processor each if they are `alone`; None where that was not measured:
+    RoPE, codes that are scaled early, of 4 bits, or of one side only, and many heads of a list.
+    """
     if spec.rope or (spec.k_codec and not k_late(spec)) or (spec.v_codec and not v_late(spec)):
         return None
     if max(spec.qo_lens, default=0) > 1:
         return Work.PREFILL
-    return Work.CODES if spec.k_codec or spec.v_codec else Work.DECODE
+    if spec.heads_per_list > MEASURED_HEADS:
+        return None
+    if packed(spec.k_codec, spec.dtype) and packed(spec.v_codec, spec.dtype):
+        return Work.CODES
+    if spec.k_codec or spec.v_codec:
+        return None
+    return Work.ALONE if alone else Work.DECODE
 
 
 def programs(work: int, hints: Hints, device: torch.device) -> int:
