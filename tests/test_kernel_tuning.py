@@ -39,7 +39,8 @@ def spec_of(cell: str) -> AttentionSpec:
     [
         (PLAIN, Work.DECODE),
         ("prefill/bf16/kv:60+40/q:3+2/dim:128", Work.PREFILL),
-        ("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:fp8_e4m3fn/scales:page", Work.CODES),
+        ("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page", Work.INT8),
+        ("decode/bf16/kv:60+40/dim:128/kcodec:fp8_e4m3fn/vcodec:fp8_e4m3fn/scales:head", Work.FP8),
     ],
 )
 def test_what_was_measured_is_taken_there_and_nowhere_else(cell: str, work: Work) -> None:
@@ -61,6 +62,8 @@ def test_what_was_measured_is_taken_there_and_nowhere_else(cell: str, work: Work
         "decode/fp16/kv:60+40/dim:128/vcodec:fp8_e4m3fn/scales:page",
         "decode/bf16/kv:60+40/dim:128/kcodec:int4/vcodec:int4/scales:page",
         "decode/bf16/kv:60+40/dim:128/kcodec:int8/scales:page",
+        "decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:fp8_e4m3fn/scales:page",
+        "decode/bf16/kv:60+40/dim:128/kcodec:fp8_e5m2/vcodec:fp8_e5m2/scales:page",
     ],
 )
 def test_what_was_not_measured_gets_the_default(cell: str) -> None:
@@ -70,7 +73,7 @@ def test_what_was_not_measured_gets_the_default(cell: str) -> None:
 def test_programs_that_have_a_processor_each_take_larger_tiles() -> None:
     spec, codes = spec_of(PLAIN), spec_of("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page")
     assert tile_for(spec, *HERE, alone=True) is MEASURED[0].tiles[Work.ALONE]
-    assert tile_for(codes, *HERE, alone=True) is MEASURED[0].tiles[Work.CODES]
+    assert tile_for(codes, *HERE, alone=True) is MEASURED[0].tiles[Work.INT8]
 
 
 @pytest.mark.parametrize(("num_splits", "alone"), [(1, True), (2, True), (3, False)])
@@ -81,6 +84,14 @@ def test_how_many_programs_there_are_follows_from_lists_and_splits(
     monkeypatch.setattr(tuning, "processors", lambda device: 2 * case.spec.num_lists)
     monkeypatch.setattr(tuning, "here", lambda device: HERE)
     assert chosen(case).tile is MEASURED[0].tiles[Work.ALONE if alone else Work.DECODE]
+
+
+def test_parts_count_as_far_as_slots_fill_them() -> None:
+    spec = spec_with((65536,))
+    splits, part = splits_of(spec, spec.num_lists * 264, programs=396)
+    assert part == LEAST_PART and splits > 264 * 16 // LEAST_PART
+    tasks = tuning.most_tasks(spec, spec.num_lists * 264, splits, part)
+    assert spec.num_lists * -(-264 * 16 // LEAST_PART) <= tasks < spec.num_lists * 15
 
 
 def test_a_decode_of_more_heads_than_were_measured_gets_the_default() -> None:

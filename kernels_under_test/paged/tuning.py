@@ -14,7 +14,7 @@ import triton
 from sacts.conformance.adapter import Case
 from sacts.reference.spec import AttentionSpec, DType, Hints, Schedule
 
-from .limits import k_late, packed, v_late
+from .limits import k_late, v_late
 from .tables import padded
 
 LEAST_PART = 320  # slots of a part: less is not worth a merge
@@ -27,12 +27,18 @@ CPU_PROCESSORS = 3  # as many as programs that stay in the interpreter
 
 
 class Work(StrEnum):
-    """What bounds a case: K and V from memory, how long a program waits for them, codes to decode, or the products."""
+    """What bounds a case: K and V from memory, how long a program waits for them, codes of a format to decode, or the
+    products.
+    """
 
     DECODE = "decode"
     ALONE = "alone"
-    CODES = "codes"
+    INT8 = "int8"
+    FP8 = "fp8"
     PREFILL = "prefill"
+
+
+CODES = {"int8": Work.INT8, "fp8_e4m3fn": Work.FP8}  # by format of K and V
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ MEASURED = (
         tiles={
             Work.DECODE: Tile(32, {"num_stages": 3, "maxnreg": 128}),
             Work.ALONE: Tile(128, {"num_stages": 3}),
-            Work.CODES: Tile(128, {"num_warps": 2, "num_stages": 2}),
+            Work.INT8: Tile(128, {"num_stages": 2, "maxnreg": 128}),
+            Work.FP8: Tile(128, {"num_warps": 2, "num_stages": 2}),
             Work.PREFILL: Tile(64, {"num_stages": 3}),
         },
     ),
@@ -89,7 +96,7 @@ def chosen(case: Case) -> Choice:
     if not splits:
         splits, part = splits_of(spec, case.kv_indices.numel(), PROGRAMS * processors(device))
     several = max(spec.qo_lens, default=0) > 1
-    alone = splits * spec.num_lists <= processors(device)
+    alone = most_tasks(spec, case.kv_indices.numel(), splits, part) <= processors(device)
     return Choice(
         num_splits=splits,
         least_part=part,
@@ -113,6 +120,11 @@ def splits_of(spec: AttentionSpec, entries: int, programs: int) -> tuple[int, in
     return max(1, min(MOST_PARTS, -(-longest // part))), part
 
 
+def most_tasks(spec: AttentionSpec, entries: int, splits: int, part: int) -> int:
+    """How many tasks there are at most, of such parts of all rows, see `splits_of`."""
+    return min(spec.num_lists * splits, spec.num_lists + entries * spec.block_size // part)
+
+
 def here(device: torch.device) -> tuple[tuple[int, int] | None, str]:
     """Compute capability, None where there is none, and version of Triton."""
     architecture = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -131,7 +143,7 @@ def tile_for(spec: AttentionSpec, architecture: tuple[int, int] | None, compiler
 
 def work_of(spec: AttentionSpec, *, alone: bool) -> Work | None:
     """What bounds a spec, whose programs have a processor each if they are `alone`; None where that was not measured:
-    RoPE, codes that are scaled early, of 4 bits, or of one side only, and many heads of a list.
+    RoPE, codes that are scaled early, of other formats, or of one side only, and many heads of a list.
     """
     if spec.rope or (spec.k_codec and not k_late(spec)) or (spec.v_codec and not v_late(spec)):
         return None
@@ -139,11 +151,10 @@ def work_of(spec: AttentionSpec, *, alone: bool) -> Work | None:
         return Work.PREFILL
     if spec.heads_per_list > MEASURED_HEADS:
         return None
-    if packed(spec.k_codec, spec.dtype) and packed(spec.v_codec, spec.dtype):
-        return Work.CODES
-    if spec.k_codec or spec.v_codec:
-        return None
-    return Work.ALONE if alone else Work.DECODE
+    if spec.k_codec is None and spec.v_codec is None:
+        return Work.ALONE if alone else Work.DECODE
+    k, v = (CODES.get(codec.format) if codec else None for codec in (spec.k_codec, spec.v_codec))
+    return k if k is v else None
 
 
 def programs(work: int, hints: Hints, device: torch.device) -> int:
