@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from seeded_places import FAULTS, Looped, Patched, Seeded
+from seeded_carriers import Looped, Patched, Seeded
+from seeded_places import FAULTS
 
 from sacts.conformance.adapter import Backend, Case, Outputs
 from sacts.conformance.build import Problem, build
