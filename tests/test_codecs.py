@@ -1,118 +1,45 @@
-"""Codes against exact fractions taken from the bits of each format, and against torch and ml_dtypes where these agree.
-
-`SACTS_CODECS=50 pytest tests/test_codecs.py` draws 50 times as many examples.
+"""Codes against exact fractions taken from the bits of each format, and against torch and ml_dtypes where these agree:
+decoding, encoding, two codes in a byte, the type.
 """
 
 from __future__ import annotations
 
 import ast
 import math
-import os
 import re
-from bisect import bisect
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
+from code_values import (
+    CODECS,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    FP8,
+    INT4,
+    INT8,
+    LAYOUT,
+    ML_DTYPES,
+    TORCH,
+    WRITTEN,
+    Array,
+    fp32,
+    hard_values,
+    named,
+    numbers,
+    overflows,
+    searched,
+    value_of,
+)
 
 from sacts.reference import codecs
-from sacts.reference.codecs import decode, encode, error_bound, nearest, pack, scales_of, unpack
-from sacts.reference.formats import FORMATS, FP8_FORMATS, decode_table, round_to
+from sacts.reference.codecs import decode, encode, pack, unpack
+from sacts.reference.formats import FP8_FORMATS, decode_table, round_to
 from sacts.reference.spec import Codec, CodecFormat, DType, NaNRule, OverflowRule
-
-Array = NDArray[np.float64]
-INT8, INT4 = CodecFormat.INT8, CodecFormat.INT4
-E4M3FN, E5M2, E4M3FNUZ = CodecFormat.FP8_E4M3FN, CodecFormat.FP8_E5M2, CodecFormat.FP8_E4M3FNUZ
-WRITTEN = (INT8, INT4, E4M3FN, E5M2)
-FP8 = (E4M3FN, E5M2)
-TORCH = {E4M3FN: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E4M3FNUZ: torch.float8_e4m3fnuz, INT8: torch.int8}
-ML_DTYPES: dict[CodecFormat, type] = {
-    E4M3FN: ml_dtypes.float8_e4m3fn,
-    E5M2: ml_dtypes.float8_e5m2,
-    E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
-    INT8: np.int8,
-    INT4: ml_dtypes.int4,
-}
-# Exponent bits, bias, codes of NaN, codes of infinity: tables 1 and 2 of OFP8 1.0, and LLVM's Float8E4M3FNUZ.
-LAYOUT = {
-    E4M3FN: (4, 7, {0x7F, 0xFF}, set()),
-    E5M2: (5, 15, {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}, {0x7C, 0xFC}),
-    E4M3FNUZ: (4, 8, {0x80}, set()),
-}
-examples = settings(max_examples=100 * int(os.environ.get("SACTS_CODECS", "1")), deadline=None, derandomize=True)
-
-
-def fp32(x: float) -> float:
-    return float(np.float32(x))
-
-
-# --- a second formulation: bits as text, values as fractions
-
-
-def value_of(format: CodecFormat, code: int) -> Fraction | None:
-    """The value of a code, None for NaN and infinities."""
-    if format.integer:
-        bits = f"{code:0{format.bits}b}"
-        return Fraction(int(bits, 2) - (int(bits[0]) << format.bits))
-    width, bias, nans, infinities = LAYOUT[format]
-    if code in nans | infinities:
-        return None
-    bits = f"{code:08b}"
-    exponent, mantissa = int(bits[1 : 1 + width], 2), int(bits[1 + width :], 2)
-    one = Fraction(1 << (7 - width))
-    size = (
-        (mantissa / one) * Fraction(2) ** (1 - bias)
-        if exponent == 0
-        else (1 + mantissa / one) * Fraction(2) ** (exponent - bias)
-    )
-    return -size if bits[0] == "1" else size
-
-
-@cache
-def numbers(codec: Codec) -> dict[Fraction, int]:
-    """Value -> code, of all codes that may be written, +0 before -0."""
-    found: dict[Fraction, int] = {}
-    for code in range(2**codec.format.bits):
-        value = value_of(codec.format, code)
-        if value is not None and not (codec.format.integer and value < codec.code_range[0]):
-            found.setdefault(value, code)
-    return found
-
-
-@cache
-def ordered(codec: Codec) -> list[Fraction]:
-    return sorted(numbers(codec))
-
-
-def searched(x: float, codec: Codec, scale: float = 1.0, zero: int = 0) -> int:
-    """The code nearest to x / scale + zero, in exact fractions; of two the one whose last bit (of code - zero) is 0."""
-    target = Fraction(x) / Fraction(scale) + zero
-    known, values = numbers(codec), ordered(codec)
-    place = bisect(values, target)
-    value = min(values[max(place - 1, 0) : place + 1], key=lambda v: (abs(v - target), (known[v] - zero) % 2))
-    negative_zero = value == 0 and math.copysign(1, x) < 0 and not codec.format.integer
-    return 0x80 if negative_zero else known[value]
-
-
-def overflows(x: float, codec: Codec) -> bool:
-    """By the definition: integers beyond half a step; fp8 beyond the tie with the value that would come next, and on
-    that tie where the next one would be even.
-    """
-    values = ordered(codec)
-    if codec.format.integer:
-        return not values[0] - Fraction(1, 2) <= Fraction(x) <= values[-1] + Fraction(1, 2)
-    tie = values[-1] + (values[-1] - values[-2]) / 2
-    return abs(Fraction(x)) > tie if numbers(codec)[values[-1]] % 2 == 0 else abs(Fraction(x)) >= tie
-
 
 # --- decoding
 
@@ -169,27 +96,6 @@ def test_a_code_that_the_format_does_not_have_is_refused() -> None:
 
 
 # --- encoding
-
-
-def hard_values(codec: Codec, scale: float) -> Array:
-    """All values and all midpoints between neighbours, times the scale, and one ulp of FP64 to either side."""
-    values = np.array(sorted(float(v) for v in numbers(codec)))
-    points = np.concatenate((values, (values[:-1] + values[1:]) / 2)) * scale
-    return np.concatenate((points, np.nextafter(points, np.inf), np.nextafter(points, -np.inf)))
-
-
-CODECS = [
-    Codec(INT8),
-    Codec(INT8, narrow_range=True),
-    Codec(INT4),
-    Codec(INT4, narrow_range=True),
-    Codec(E4M3FN),
-    Codec(E5M2),
-]
-
-
-def named(codec: Codec) -> str:
-    return f"{codec.format}{'-narrow' if codec.narrow_range else ''}"
 
 
 @pytest.mark.parametrize("scale", [1.0, fp32(0.1), fp32(3e-39), fp32(1.7e30)])
@@ -311,249 +217,6 @@ def test_a_quotient_that_fp64_does_not_hold_saturates_in_silence() -> None:
     with np.errstate(all="raise"):
         for codec in CODECS:
             assert encode([1e300, -1e300], codec, 2.0**-126).tolist() == encode([1e9, -1e9], codec).tolist()
-
-
-# --- other opinions about encoding
-
-
-def fp32_inputs(format: CodecFormat) -> NDArray[np.float32]:
-    values = hard_values(Codec(format), 1.0)
-    random = np.random.default_rng(1).normal(size=500) * np.exp2(np.random.default_rng(2).integers(-20, 9, 500))
-    near = np.concatenate((values, random, [500.0, 1e6, 1e30, -1e30])).astype(np.float32)
-    return np.concatenate([near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(-np.inf))])
-
-
-def torch_codes(x: Array | NDArray[np.float32], format: CodecFormat) -> NDArray[np.uint8]:
-    found: NDArray[np.uint8] = torch.from_numpy(x).to(TORCH[format]).view(torch.uint8).numpy()
-    return found
-
-
-def ml_codes(x: Array | NDArray[np.float32], format: CodecFormat) -> NDArray[np.uint8]:
-    with np.errstate(over="ignore"):
-        return x.astype(ML_DTYPES[format]).view(np.uint8)
-
-
-OPINIONS = pytest.mark.parametrize("opinion", [torch_codes, ml_codes])
-Opinion = Callable[[Array | NDArray[np.float32], CodecFormat], NDArray[np.uint8]]
-
-
-@OPINIONS
-@pytest.mark.parametrize("format", FP8)
-def test_other_libraries_encode_fp32_numbers_in_range_alike(opinion: Opinion, format: CodecFormat) -> None:
-    x = fp32_inputs(format)
-    inside = x[[not overflows(each, Codec(format)) for each in x.tolist()]]
-    assert len(inside) > 3000
-    assert (opinion(inside, format) == encode(inside, Codec(format))).all()
-
-
-@OPINIONS
-@pytest.mark.parametrize("format", FP8)
-def test_other_libraries_round_fp64_twice_on_the_way(opinion: Opinion, format: CodecFormat) -> None:
-    """They go through FP32: a number just past a midpoint falls onto it. So they are no opinion about FP64."""
-    tie = float(np.mean(decode_table(format)[8:10]))
-    just_above = np.nextafter(np.array([tie]), np.inf)
-    assert encode(just_above, Codec(format)).tolist() == [9]
-    assert opinion(just_above, format).tolist() == [8]
-
-
-def test_other_libraries_disagree_about_overflow_of_e4m3fn() -> None:
-    """ml_dtypes follows OFP8 without saturation; torch saturates (2.13), earlier ones wrote NaN."""
-    x = np.array([464.0, 465.0, 1e30, np.inf, -np.inf], np.float32)
-    spec = encode(x, Codec(E4M3FN, overflow=OverflowRule.NON_FINITE)).tolist()
-    assert ml_codes(x, E4M3FN).tolist() == spec == [0x7E, 0x7F, 0x7F, 0x7F, 0xFF]
-    assert torch_codes(x, E4M3FN).tolist() in (spec, encode(x, Codec(E4M3FN)).tolist())
-
-
-@OPINIONS
-def test_other_libraries_overflow_to_infinity_in_e5m2(opinion: Opinion) -> None:
-    x = np.array([61439.0, 61440.0, 1e30, -np.inf], np.float32)
-    assert opinion(x, E5M2).tolist() == encode(x, Codec(E5M2, overflow=OverflowRule.NON_FINITE)).tolist()
-
-
-def test_other_libraries_choose_their_own_nan() -> None:
-    x = np.array([np.nan, -np.nan], np.float32)
-    assert torch_codes(x, E5M2).tolist() == [0x7F, 0xFF] == encode(x, Codec(E5M2, nan=NaNRule.KEEP)).tolist()
-    assert np.isnan(decode(ml_codes(x, E5M2), E5M2)).all()
-    assert ml_codes(x, E5M2).tolist() == [0x7E, 0xFE]
-
-
-def test_a_cast_to_int4_of_ml_dtypes_is_no_encoder() -> None:
-    """It truncates and wraps around."""
-    assert np.array([2.7, 9.0]).astype(ml_dtypes.int4).astype(int).tolist() == [2, -7]
-    assert encode([2.7, 9.0], Codec(INT4)).tolist() == [3, 7]
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_int8_is_encoded_as_torch_quantises_it() -> None:
-    x = np.random.default_rng(3).normal(size=4000).astype(np.float32)
-    scale, zero = 2.0**-6, 9  # with a power of two torch's x * (1 / scale) is exact
-    theirs = torch.quantize_per_tensor(torch.from_numpy(x), scale, zero, torch.qint8).int_repr().numpy()
-    assert (encode(x, Codec(INT8, asymmetric=True), scale, zero).view(np.int8) == theirs).all()
-
-
-# --- round trips and bounds
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=named)
-@examples
-@given(exponent=st.integers(-126, 120), mantissa=st.integers(2**23, 2**24 - 1))
-def test_every_number_comes_back_as_its_code_under_any_scale(codec: Codec, exponent: int, mantissa: int) -> None:
-    scale = math.ldexp(mantissa, exponent - 23)
-    codes = np.array(sorted(numbers(codec).values()))
-    if not codec.format.integer:
-        codes = np.append(codes, 0x80)
-    assert encode(decode(codes, codec.format, scale), codec, scale).tolist() == codes.tolist()
-
-
-scales = st.floats(min_value=2.0**-126, max_value=2.0**120, width=32)
-inputs = st.tuples(st.floats(-70000, 70000), st.sampled_from((1.0, 2.0**-3, 2.0**-8, 2.0**-16, 2.0**-30)))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=named)
-@examples
-@given(inputs, scales)
-def test_no_number_moves_further_than_the_bound(codec: Codec, x: tuple[float, float], scale: float) -> None:
-    number = x[0] * x[1] * scale
-    moved = abs(Fraction(float(decode(encode(number, codec, scale), codec.format, scale))) - Fraction(number))
-    assert moved <= Fraction(float(error_bound(number, codec, scale)))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=named)
-def test_the_bound_is_reached_and_ends_where_the_codes_end(codec: Codec) -> None:
-    x = hard_values(codec, 1.0)
-    moved = np.abs(decode(encode(x, codec), codec.format) - x)
-    bound = error_bound(x, codec)
-    assert (moved <= bound).all()
-    assert (moved == bound).any()
-    assert bound.max() < 0.5 * np.abs(x).max()
-    top = float(max(numbers(codec)))
-    assert 2 * top < error_bound(3.1 * top, codec) < 2.11 * top
-    assert error_bound(3.1 * top, replace(codec, overflow=OverflowRule.ERROR)) == math.inf
-
-
-@pytest.mark.parametrize("x", [5.0, -5.0, 2.0**-1030, 1e300])
-def test_the_nearest_integer_of_extreme_quotients(x: float) -> None:
-    assert nearest(np.array(x), np.array(1.0)) == (round(x) if abs(x) < 1e299 else x)
-
-
-# --- scales
-
-
-def exact_ends(least: float, largest: float, codec: Codec, scale: float, zero: float) -> bool:
-    """Nothing within [least, largest] is further than half a step (fp8: at all) from the numbers of the codes."""
-    known = [(v - Fraction(zero)) * Fraction(scale) for v in (ordered(codec)[0], ordered(codec)[-1])]
-    slack = Fraction(scale) / 2 if codec.asymmetric else 0
-    return known[0] - slack <= Fraction(least) and Fraction(largest) <= known[1] + slack
-
-
-magnitudes = st.floats(-3e38, 3e38) | st.floats(-10, 10) | st.floats(-1e-30, 1e-30)
-
-
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("codec", [*CODECS, Codec(INT8, asymmetric=True), Codec(INT4, asymmetric=True)], ids=named)
-@examples
-@given(magnitudes, magnitudes)
-def test_scales_reach_both_ends_and_no_smaller_scale_does(codec: Codec, power_of_two: bool, a: float, b: float) -> None:
-    codec = replace(codec, power_of_two=power_of_two)
-    least, largest = min(a, b), max(a, b)
-    if codec.power_of_two and max(-least, largest) > 2.0**126:
-        return
-    found = scales_of(np.array([least]), np.array([largest]), codec)
-    scale, zero = float(found[0][0]), float(found[1][0])
-    assert scale == fp32(scale) > 0
-    assert math.frexp(scale)[0] == 0.5 or not power_of_two
-    assert zero == round(zero)
-    assert abs(zero) <= (2**24 if codec.asymmetric else 0)
-    assert exact_ends(least, largest, codec, scale, zero)
-    smaller = scale / 2 if power_of_two else float(np.nextafter(np.float32(scale), np.float32(0)))
-    if not codec.asymmetric and (least, largest) != (0, 0) and scale > 2.0**-126:
-        assert not exact_ends(least, largest, codec, smaller, zero)
-
-
-def test_scales_are_the_smallest_that_reach_both_ends() -> None:
-    least, largest = np.array([-4.0, -1.0, 0.0, -8.0]), np.array([1.0, 7.0, 0.0, 7.0])
-    third = scales_of(np.array([0.0, 0.0]), np.array([9.0, 8.0]), Codec(INT4))[0]
-    assert third.tolist() == [np.nextafter(np.float32(9 / 7), np.float32(2)), np.float32(8 / 7)]
-    assert np.float32(9 / 7) < Fraction(9, 7)
-    assert scales_of(least, largest, Codec(INT4))[0].tolist() == [0.5, 1.0, 1.0, 1.0]
-    narrow = scales_of(least, largest, Codec(INT4, narrow_range=True))[0]
-    assert narrow[[1, 2]].tolist() == [1.0, 1.0]
-    assert narrow[3] == np.float32(8 / 7)
-    assert scales_of(least, largest, Codec(INT4, power_of_two=True))[0].tolist() == [0.5, 1.0, 1.0, 1.0]
-    assert scales_of(least, largest, Codec(INT4, power_of_two=True, narrow_range=True))[0].tolist() == [1, 1, 1, 2]
-    assert scales_of(np.array([-448.0]), np.array([3.0]), Codec(E4M3FN))[0] == 1.0
-
-
-def test_asymmetric_groups_use_all_steps_of_their_own_range_and_never_include_zero() -> None:
-    codec = Codec(INT4, asymmetric=True)
-    scale, zero = scales_of(np.array([1000.0]), np.array([1030.0]), codec)
-    assert (scale.tolist(), zero.tolist()) == ([2.0], [-508.0])
-    assert encode([1000.0, 1030.0], codec, scale, zero).tolist() == [8, 7]
-
-
-def test_an_asymmetric_tie_at_the_end_moves_by_half_a_step_only() -> None:
-    """1/2 rounds to 0 and 31/2 to 16, one step too many: the end of the range is nearest, and is no overflow."""
-    codec = Codec(INT4, asymmetric=True, overflow=OverflowRule.ERROR)
-    scale, zero = scales_of(np.array([0.5]), np.array([15.5]), codec)
-    codes = encode([0.5, 15.5], codec, scale, zero)
-    assert decode(codes, INT4, scale, zero).tolist() == [0.0, 15.0]
-
-
-def test_a_tie_at_the_least_value_does_not_move_the_zero_point() -> None:
-    """1/2 rounds to 0: the least code is -7 there, though -7 - 1/2 would round to -8."""
-    codec = Codec(INT4, asymmetric=True, narrow_range=True)
-    scale, zero = scales_of(np.array([0.5]), np.array([14.5]), codec)
-    assert (scale.tolist(), zero.tolist()) == ([1.0], [-7.0])
-
-
-def test_a_span_that_fp64_rounds_down_does_not_cost_more_than_half_a_step() -> None:
-    """-1/2 + 2^-54 less -31/2 is 15 in FP64; with scale 1 the upper end would lie beyond half a step."""
-    codec = Codec(INT4, asymmetric=True, overflow=OverflowRule.ERROR)
-    ends = np.array([-15.5, np.nextafter(-0.5, 0)])
-    assert ends[1] - ends[0] == 15
-    scale, zero = scales_of(ends[:1], ends[1:], codec)
-    assert scale[0] == 1 + 2.0**-23
-    moved = np.abs(decode(encode(ends, codec, scale, zero), INT4, scale, zero) - ends)
-    assert (moved <= error_bound(ends, codec, scale, zero)).all()
-
-
-@pytest.mark.parametrize("value", [0.3125, -5.0])
-def test_an_asymmetric_group_of_one_value_has_its_size_as_scale(value: float) -> None:
-    """Any scale would do; this one keeps the zero point small."""
-    scale, zero = scales_of(np.array([value]), np.array([value]), Codec(INT8, asymmetric=True))
-    assert (scale[0], zero[0]) == (abs(value), -129 if value > 0 else -127)
-
-
-@pytest.mark.parametrize("format", WRITTEN)
-@pytest.mark.parametrize("asymmetric", [False, True])
-@pytest.mark.parametrize("value", [3.140625, -0.1875, 1e-44, -1e30, 0.0])
-def test_a_group_of_one_value_comes_back_close_to_it(format: CodecFormat, asymmetric: bool, value: float) -> None:
-    if asymmetric and not format.integer:
-        return
-    codec = Codec(format, asymmetric=asymmetric)
-    scale, zero = scales_of(np.array([value]), np.array([value]), codec)
-    back = decode(encode([value], codec, scale, zero), format, scale, zero)[0]
-    assert abs(back - value) <= max(abs(value) * 2.0**-23, 0 if value == 0 else 2.0**-127)
-
-
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_a_group_of_one_value_far_from_zero_is_exact_in_steps_of_the_zero_point(power_of_two: bool) -> None:
-    codec = Codec(INT4, asymmetric=True, power_of_two=power_of_two)
-    value = np.array([1.0 + 2.0**-7])
-    scale, zero = scales_of(value, value, codec)
-    assert decode(encode(value, codec, scale, zero), INT4, scale, zero).tolist() == value.tolist()
-
-
-def test_a_scale_that_fp32_does_not_hold_is_refused() -> None:
-    assert scales_of(np.array([0.0]), np.array([2.0**128]), Codec(INT8))[0] < FORMATS[DType.FP32].max
-    with pytest.raises(ValueError, match="FP32 does not hold"):
-        scales_of(np.array([0.0]), np.array([1e41]), Codec(INT8))
-
-
-def test_tiny_groups_get_a_normal_scale() -> None:
-    """A subnormal scale would be flushed to zero by hardware."""
-    for format in WRITTEN:
-        assert scales_of(np.array([-1e-44]), np.array([1e-44]), Codec(format))[0] == 2.0**-126
 
 
 # --- two codes in a byte
