@@ -83,6 +83,11 @@ class Compiled:
                 "shared": made.metadata.shared,
                 "buffered": len(BUFFERED.findall(made.asm["ttgir"])),
                 "order": re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"]),
+                "early": made.metadata.launch_pdl,
+                "before": {
+                    word: made.asm["ptx"].split("griddepcontrol.wait")[0].count(f"{word}.global")
+                    for word in ("ld", "st")
+                },
             }
             print(json.dumps(said), flush=True)
 
@@ -109,7 +114,7 @@ def main(cells: list[str], *, traced: bool) -> None:
             if traced:
                 made.trace(case)
         except Refused:
-            refused = {"kernel": "refused", "seconds": 0, "shared": 0, "buffered": 0, "order": []}
+            refused = {"kernel": "refused", "seconds": 0, "shared": 0, "buffered": 0, "order": [], "early": False}
             print(json.dumps({"cell": cell} | refused), flush=True)
 
 

@@ -18,6 +18,7 @@ from sacts.conformance.adapter import Backend, Case, Refused
 from sacts.conformance.build import build
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
+from sacts.kernels_under_test.paged import limits
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.matrices.cell import parse
 from sacts.reference.spec import CausalRule, Route, Schedule
@@ -149,6 +150,25 @@ def far_heads(adapter: Adapter, launcher: Launcher) -> int:
     return len(found)
 
 
+def parts_of_heads(adapter: Adapter, launcher: Launcher) -> list[Any]:
+    """How many results there are where the heads of a list are served by one program, and by several, whatever the
+    route; and how many programs those were.
+    """
+    problem = build(parse("decode/bf16/kv:150+9/heads:96-1/dim:32/splits:2/tile:32/pos:rope/sink:on"))
+    found, whole = set(), limits.Q_BYTES
+    programs = []
+    for limits.Q_BYTES in (whole, 2 * 32 * 32):
+        case = launcher.case(problem, RANDOM.inputs(problem), problem.hints)
+        programs.append(limits.programs_of(case.spec, Route.DIRECT))
+        for route in Route:
+            asked = replace(case, hints=replace(case.hints, route=route))
+            space = torch.empty(adapter.workspace_bytes(asked), dtype=torch.uint8)
+            adapter.run(replace(asked, workspace=space))
+            found.add(case.out.view(torch.uint8).numpy().tobytes() + case.lse.numpy().tobytes())
+    limits.Q_BYTES = whole
+    return [len(found), programs]
+
+
 def nans(adapter: Adapter, case: Case) -> list[bool]:
     """Whether out and lse are NaN wherever a row attends anything, all of K being NaN: rows do not become empty."""
     space = torch.empty(adapter.workspace_bytes(case), dtype=torch.uint8)
@@ -175,7 +195,7 @@ def main(cells: list[str]) -> None:
             "sized": [[sized(adapter, case, extra) for extra in (0, 5, -1)] for case in cases[:2]],
         }
         print(json.dumps(said), flush=True)
-    for edge in (between_windows, widest_window, far_heads):
+    for edge in (between_windows, widest_window, far_heads, parts_of_heads):
         print(json.dumps({"cell": edge.__name__, "found": edge(adapter, launcher)}), flush=True)
 
 

@@ -24,7 +24,7 @@ from sacts.kernels_under_test.paged.tuning import (
     tile_for,
 )
 from sacts.matrices.cell import parse
-from sacts.reference.spec import AttentionSpec, CandidateKind, DType, Hints
+from sacts.reference.spec import AttentionSpec, CandidateKind, DType, Hints, Route
 
 HERE = MEASURED[0].architecture, MEASURED[0].compiler
 PLAIN = "decode/bf16/kv:60+40/dim:128"
@@ -64,10 +64,20 @@ def test_what_was_measured_is_taken_there_and_nowhere_else(cell: str, work: Work
         "decode/bf16/kv:60+40/dim:128/kcodec:int8/scales:page",
         "decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:fp8_e4m3fn/scales:page",
         "decode/bf16/kv:60+40/dim:128/kcodec:fp8_e5m2/vcodec:fp8_e5m2/scales:page",
+        "decode/bf16/kv:60+40/dim:81/kcodec:int8/vcodec:int8/scales:page",
     ],
 )
-def test_what_was_not_measured_gets_the_default(cell: str) -> None:
-    assert tile_for(spec_of(cell), *HERE) is ANYWHERE
+def test_what_was_not_measured_gets_the_default(monkeypatch: pytest.MonkeyPatch, cell: str) -> None:
+    monkeypatch.setattr(tuning, "here", lambda device: HERE)
+    assert chosen(case_of(cell, Hints(kv_tile=0))).tile is ANYWHERE
+
+
+def test_codes_that_cannot_be_read_as_words_get_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "here", lambda device: HERE)
+    case = case_of("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page", Hints(kv_tile=0))
+    assert chosen(case).tile is MEASURED[0].tiles[Work.INT8]
+    apart = torch.zeros(*case.v_cache.shape[:3], 129, dtype=torch.int8)[..., 1:]
+    assert chosen(replace(case, v_cache=apart)).tile is ANYWHERE
 
 
 def test_programs_that_have_a_processor_each_take_larger_tiles() -> None:
@@ -84,6 +94,14 @@ def test_how_many_programs_there_are_follows_from_lists_and_splits(
     monkeypatch.setattr(tuning, "processors", lambda device: 2 * case.spec.num_lists)
     monkeypatch.setattr(tuning, "here", lambda device: HERE)
     assert chosen(case).tile is MEASURED[0].tiles[Work.ALONE if alone else Work.DECODE]
+
+
+@pytest.mark.parametrize(("route", "work"), [(Route.DIRECT, Work.ALONE), (Route.GATHER_HEADS, Work.DECODE)])
+def test_programs_that_share_a_task_are_counted(monkeypatch: pytest.MonkeyPatch, route: Route, work: Work) -> None:
+    case = case_of("decode/bf16/kv:300+9/dim:128/pattern:all", Hints(kv_tile=0, route=route))
+    monkeypatch.setattr(tuning, "processors", lambda device: case.spec.num_lists)
+    monkeypatch.setattr(tuning, "here", lambda device: HERE)
+    assert chosen(case).tile is MEASURED[0].tiles[work]
 
 
 def test_parts_count_as_far_as_slots_fill_them() -> None:

@@ -61,6 +61,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 SHARED = 227 << 10  # bytes of shared memory that a block may have on the newest architecture that is asked for
 COMPILED = (
     "decode/bf16/kv:60/heads:4-1/dim:576/vdim:512/pos:rope",
+    "decode/bf16/kv:60/heads:128-1/dim:576/vdim:512",
+    "decode/fp32/kv:60/heads:128-1/dim:576/vdim:512",
+    "decode/bf16/kv:60/heads:128-1/dim:192/vdim:128",
+    "decode/fp16/kv:60/heads:128-1/dim:256/pos:rope",
     "decode/bf16/kv:40",
     "decode/fp16/kv:60/pattern:all/splits:2/tile:16/pos:rope/cap:30/sink:on/dropout:25/epilogue:cast",
     "decode/bf16/kv:60+40/dim:80/pattern:all/kcodec:int4/vcodec:fp8_e4m3fn/scales:page_channel/zeros:on/route:gather",
@@ -90,7 +94,10 @@ def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
     for each in said:  # the merge kernel is launched while the attention kernel runs, and waits for its end
         told = each["kernel"] == "attention_kernel" and each["cell"] in split
         merges = each["kernel"] == "merge_kernel"
-        assert each["order"] == ["launch_dependents"] * told + ["wait"] * merges, each
+        order = ["launch_dependents"] * told + ["wait"] * merges
+        assert (each["order"], each["early"]) == (order, merges), each
+        if merges:  # where a row is, and its number of parts; no state
+            assert each["before"] == {"ld": 2, "st": 0}, each
     if not TIER:
         assert [each["buffered"] for each in said if each["cell"] == LOADED_AHEAD] == [
             2,

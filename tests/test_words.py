@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sacts.conformance.build import build
-from sacts.kernels_under_test.paged.arguments import as_read, words
 from sacts.kernels_under_test.paged.codecs import both, unpacking
+from sacts.kernels_under_test.paged.words import as_read, words
 from sacts.matrices.cell import parse
 from sacts.reference.spec import Codec, CodecFormat, DType, ScaleGranularity
 

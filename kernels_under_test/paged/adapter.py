@@ -35,18 +35,18 @@ from sacts.reference.spec import (
     CandidateKind,
     DType,
     FallbackReason,
-    Route,
 )
 
 from . import branches, gather, kernels, merge
-from .arguments import as_read, bits, codec_of, epilogue_of, of_slots, scales_of, shapes, strides, terms_of
+from .arguments import codec_of, epilogue_of, of_slots, scales_of, shapes, strides, terms_of
 from .index import slots_of
 from .launches import Launch, early, launch
-from .limits import INTERPRETED, k_late, options, uniform, v_late
+from .limits import INTERPRETED, k_late, options, programs_of, uniform, v_late
 from .plan import Plan, normalized, plan_of
 from .tables import padded, turns_bytes
 from .trace import NOTHING, recording_of, trace_of
 from .tuning import chosen, programs
+from .words import as_read, bits
 from .workspace import Workspace, copies_of, needed_bytes, stored, workspace_of
 
 ADDED_ROWS = 16  # output rows of one program of the gated sum
@@ -183,11 +183,11 @@ class Adapter:
         """Launch the attention kernel over the tasks, behind the gather kernel where there is scratch."""
         spec, tasks, choice = case.spec, plan.tasks, chosen(case)
         launches = []
-        work = tasks.num_tasks * max(1, copies_of(case))
+        work = tasks.num_tasks * programs_of(spec, case.hints.route)
         grid = (programs(work, case.hints, case.q.device),)
         k_cache, v_cache = case.k_cache, case.v_cache
         if space.k is not None and space.v is not None:
-            launches.append(self._gather(case, plan, grid, work, (space.k, space.v)))
+            launches.append(self._gather(case, plan, (space.k, space.v)))
             k_cache, v_cache = space.k, space.v
         k_cache, v_cache = as_read(spec, k_cache, v_cache)
         shape = shapes(spec, case.hints.route, tasks.q_tile)
@@ -221,13 +221,13 @@ class Adapter:
             stride_table=case.page_table.stride(0),
             SPLIT=choice.num_splits > 1,
             EARLY=choice.num_splits > 1 and early(case.q.device),
-            GATHER=case.hints.route is not Route.DIRECT,
+            GATHER=copies_of(case),
             BLOCK_N=tasks.tile,
             UNIFORM=uniform(spec, tasks.tile),
             INPUT_PRECISION=self.input_precision,
             **shape,
             **epilogue_of(case),
-            **options(spec, shape["BLOCK_M"], tasks.tile) | choice.tile.options,
+            **options(spec, shape["BLOCK_M"], tasks.tile, traced=traced["TRACE"]) | choice.tile.options,
         )
         return [*launches, attention]
 
@@ -235,15 +235,14 @@ class Adapter:
         self,
         case: Case,
         plan: Plan,
-        grid: tuple[int],
-        work: int,
         scratch: tuple[Tensor, Tensor],
     ) -> Launch:
-        """Launch the gather kernel, which takes the tasks as the attention kernel does."""
+        """Launch the gather kernel, which takes each task once a copy."""
         spec, caches = case.spec, (bits(case.k_cache), bits(case.v_cache))
+        work = plan.tasks.num_tasks * copies_of(case)
         return launch(
             gather.gather_kernel,
-            grid,
+            (programs(work, case.hints, case.q.device),),
             *caches,
             *map(bits, scratch),
             case.page_table,

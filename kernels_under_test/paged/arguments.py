@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sacts.conformance.adapter import Case
@@ -18,12 +17,9 @@ from sacts.reference.spec import (
     Route,
 )
 
-from .limits import INTERPRETED, heads_of, packed
+from .limits import INTERPRETED, heads_of
 from .plan import Plan
 from .tables import padded
-
-LEAST_WORDS = 16  # channels, of which half are too few for a product
-FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
 
 def shapes(spec: AttentionSpec, route: Route, q_tile: int) -> dict[str, Any]:
@@ -56,36 +52,6 @@ def codec_of(codec: Codec | None) -> str:
     if codec is None:
         return "none"
     return codec.format + "_token" * (codec.nibble_axis == "token") + "_high" * (not codec.low_nibble_first)
-
-
-def bits(cache: Tensor) -> Tensor:
-    """A cache; of fp8 its bits, which the kernel decodes itself."""
-    return cache.view(torch.uint8) if cache.dtype in FP8 else cache
-
-
-def as_read(spec: AttentionSpec, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V, caches or scratch, as the attention kernel reads them: codes as `bits`, or two neighbours as one word.
-    RoPE pairs channels in its own way.
-    """
-    return bits(k) if spec.rope else words(k, spec.k_codec, spec.dtype), words(v, spec.v_codec, spec.dtype)
-
-
-def words(stored: Tensor, codec: Codec | None, dtype: DType) -> Tensor:
-    """Codes as 16-bit words of two channels where they are `packed` and lie so that it is possible; else their bits."""
-    stored = bits(stored)
-    if not packed(codec, dtype) or not _decodes(stored.device):
-        return stored
-    *outer, innermost = stored.stride()
-    channels = stored.shape[-1]
-    even = all(n % 2 == 0 for n in (*outer, channels, stored.data_ptr()))
-    return stored.view(torch.int16) if even and innermost == 1 and channels > LEAST_WORDS else stored
-
-
-def _decodes(device: torch.device) -> bool:
-    """Whether the processor has the instructions of `codecs.unpacking`; the interpreter needs none."""
-    if device.type != "cuda":
-        return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def of_slots(stored: Tensor) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
-"""K and V as they are stored: codes become FP32 values once, in the tile, by integer arithmetic that interpreter and
-compiler do alike (the interpreter decodes an fp8 NaN as 480), but for what the processor decodes itself.
+"""K and V as they are stored: codes become values once, in the tile, FP32 or in words of two those of the product's
+dtype. Integer arithmetic does it that interpreter and compiler do alike (the interpreter decodes an fp8 NaN as 480),
+but for what the processor decodes itself.
 """
 
 import triton

@@ -114,18 +114,18 @@ def attention_kernel(
     INPUT_PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Tasks of the table (tasks.Columns), as often as there are copies of their slots: out and lse of rows in one part,
-    else un-normalised (m, l, o) of their part. UNIFORM: the slots of a tile lie in one entry and on one page. EARLY:
-    the merge kernel may be launched from now on.
+    """Tasks of the table (tasks.Columns), once for each of the programs that share one, with heads of its own: out and
+    lse of rows in one part, else un-normalised (m, l, o) of their part. UNIFORM: the slots of a tile lie in one entry
+    and on one page. EARLY: the merge kernel may be launched from now on.
     """
-    copies: tl.constexpr = GROUP // HEADS
+    sharers: tl.constexpr = GROUP // HEADS  # of a task
     # Channels that stand in one column of K or V: the two of a word of codes, else one.
     K_WIDE: tl.constexpr = 2 if K_CODEC != "none" and k_ptr.dtype.element_ty == tl.int16 else 1
     V_WIDE: tl.constexpr = 2 if V_CODEC != "none" and v_ptr.dtype.element_ty == tl.int16 else 1
     if EARLY:
         gdc_launch_dependents()
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        row, first, last, split, parts, queries, start, request = task_at(tasks_ptr + work // copies * 8)
+        row, first, last, split, parts, queries, start, request = task_at(tasks_ptr + work // sharers * 8)
         seq_len = tl.load(seq_lens_ptr + request)
         list_head = row % list_heads
         kv_head = list_head // LISTS
@@ -134,7 +134,7 @@ def attention_kernel(
         lane = tl.arange(0, BLOCK_M)
         token = row // list_heads + lane // HEADS
         in_group = lane < HEADS * queries
-        qo_head = list_head * GROUP + work % copies * HEADS + lane % HEADS
+        qo_head = list_head * GROUP + work % sharers * HEADS + lane % HEADS
         position = tl.load(token_position_ptr + token, mask=in_group, other=0)
         q_token = token
         if num_tokens is not None:  # rows of branches stand one branch behind another, in every table; q is common
@@ -210,8 +210,8 @@ def attention_kernel(
             k_place = place_of(page, offset, within, stride_k_page, stride_k_token, K_CODEC)
             v_place = place_of(page, offset, within, stride_v_page, stride_v_token, V_CODEC)
             offset = offset + within
-            if GATHER:  # scratch holds the slots of the rows one behind the other, each slot once a copy
-                place = (start.to(tl.int64) * BLOCK_SIZE + slot) * copies + work % copies
+            if GATHER:  # so many copies of each slot, one row behind the other
+                place = (start.to(tl.int64) * BLOCK_SIZE + slot) * GATHER + work % GATHER
                 k_place = place * stride_k_token
                 v_place = place * stride_v_token
             k_mask = channels_of(valid, dim_k, HEAD_DIM_QK // K_WIDE)

@@ -1,4 +1,4 @@
-"""Where slots lie: entries of a list, logical positions, pages.
+"""What is looked up: tasks, where slots lie (entries of a list, logical positions, pages), which channels there are.
 
 Positions and slots are not negative: divided without a sign they take fewer instructions.
 """

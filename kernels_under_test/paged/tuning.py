@@ -14,8 +14,9 @@ import triton
 from sacts.conformance.adapter import Case
 from sacts.reference.spec import AttentionSpec, DType, Hints, Schedule
 
-from .limits import k_late, v_late
+from .limits import k_late, programs_of, v_late
 from .tables import padded
+from .words import as_read
 
 LEAST_PART = 320  # slots of a part: less is not worth a merge
 MOST_PARTS = 32  # of a row: the workspace has room for as many of each
@@ -96,13 +97,15 @@ def chosen(case: Case) -> Choice:
     if not splits:
         splits, part = splits_of(spec, case.kv_indices.numel(), PROGRAMS * processors(device))
     several = max(spec.qo_lens, default=0) > 1
-    alone = most_tasks(spec, case.kv_indices.numel(), splits, part) <= processors(device)
+    tasks = most_tasks(spec, case.kv_indices.numel(), splits, part)
+    alone = tasks * programs_of(spec, hints.route) <= processors(device)
+    words = all(cache.dtype is torch.int16 for cache in as_read(spec, case.k_cache, case.v_cache))
     return Choice(
         num_splits=splits,
         least_part=part,
         q_tile=hints.q_tile or (max(1, LANES // spec.heads_per_list) if several else 1),
         asked=hints.q_tile > 0,
-        tile=Tile(hints.kv_tile) if hints.kv_tile else tile_for(spec, *here(device), alone=alone),
+        tile=Tile(hints.kv_tile) if hints.kv_tile else tile_for(spec, *here(device), alone=alone, words=words),
     )
 
 
@@ -131,19 +134,27 @@ def here(device: torch.device) -> tuple[tuple[int, int] | None, str]:
     return architecture, ".".join(triton.__version__.split(".")[:2])
 
 
-def tile_for(spec: AttentionSpec, architecture: tuple[int, int] | None, compiler: str, *, alone: bool = False) -> Tile:
+def tile_for(
+    spec: AttentionSpec,
+    architecture: tuple[int, int] | None,
+    compiler: str,
+    *,
+    alone: bool = False,
+    words: bool = True,
+) -> Tile:
     """What was measured there for such work, see `work_of`, or the default."""
     same_size = padded(spec.head_dim_qk) == padded(spec.head_dim_vo) == MEASURED_DIM and spec.dtype is not DType.FP32
-    work = work_of(spec, alone=alone)
+    work = work_of(spec, alone=alone, words=words)
     for tuned in MEASURED:
         if (tuned.architecture, tuned.compiler) == (architecture, compiler) and same_size and work:
             return tuned.tiles[work]
     return ANYWHERE
 
 
-def work_of(spec: AttentionSpec, *, alone: bool) -> Work | None:
-    """What bounds a spec, whose programs have a processor each if they are `alone`; None where that was not measured:
-    RoPE, codes that are scaled early, of other formats, or of one side only, and many heads of a list.
+def work_of(spec: AttentionSpec, *, alone: bool, words: bool) -> Work | None:
+    """What bounds a spec, whose programs have a processor each if they are `alone`, and whose codes are read as
+    `words`; None where that was not measured: RoPE, codes that are scaled early, of other formats, of one side only, or
+    read one by one, and many heads of a list.
     """
     if spec.rope or (spec.k_codec and not k_late(spec)) or (spec.v_codec and not v_late(spec)):
         return None
@@ -154,7 +165,7 @@ def work_of(spec: AttentionSpec, *, alone: bool) -> Work | None:
     if spec.k_codec is None and spec.v_codec is None:
         return Work.ALONE if alone else Work.DECODE
     k, v = (CODES.get(codec.format) if codec else None for codec in (spec.k_codec, spec.v_codec))
-    return k if k is v else None
+    return k if k is v and words else None
 
 
 def programs(work: int, hints: Hints, device: torch.device) -> int:
