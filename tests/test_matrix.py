@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 
+from sacts.conformance.build import build
 from sacts.conformance.tensors import SPANNED
+from sacts.kernels_under_test.paged.limits import programs_of
 from sacts.matrices import tiers
 from sacts.matrices.axes import AXES
 from sacts.matrices.cell import Cell, CellError, parse
 from sacts.matrices.strategies import cells
-from sacts.reference.spec import DType
+from sacts.reference.spec import DType, Route
 
 ANY = cells(cost=math.inf, stretch=3000)  # of any size
 SMOKE = tiers.load(tiers.path_of("smoke"))
@@ -194,6 +196,13 @@ def test_the_release_tier_has_more_tasks_than_processors_and_some_left_over(proc
     tasks = max(sum(cell.q) * cell.heads[1] for cell in stay)
     assert tasks > 2 * processors
     assert tasks % processors, "left over"
+
+
+def test_the_release_tier_has_lists_of_more_heads_than_one_program_serves() -> None:
+    cells = [cell for cell in tiers.load(tiers.path_of("release")) if cell.heads == (128, 1)]
+    specs = [build(cell).spec for cell in cells if cell.dim == 576]
+    assert {spec.dtype for spec in specs} == {DType.BF16, DType.FP32}
+    assert all(programs_of(spec, Route.DIRECT) > 1 for spec in specs)
 
 
 @pytest.mark.parametrize("name", ["smok", "smoek", "Smoke"])
