@@ -24,7 +24,8 @@ def heads_of(spec: AttentionSpec, route: Route) -> int:
     if route is Route.GATHER_HEADS:
         return 1
     lanes = min(Q_BYTES // (_size(spec) * padded(spec.head_dim_qk)), O_BYTES // (4 * padded(spec.head_dim_vo)))
-    return max(n for n in range(1, spec.heads_per_list + 1) if spec.heads_per_list % n == 0 and padded(n) <= lanes)
+    parts = (n for n in range(1, spec.heads_per_list + 1) if spec.heads_per_list % n == 0)
+    return max(n for n in parts if n == 1 or padded(n) <= lanes)
 
 
 def programs_of(spec: AttentionSpec, route: Route) -> int:
