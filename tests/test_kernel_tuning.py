@@ -39,8 +39,8 @@ def spec_of(cell: str) -> AttentionSpec:
     [
         (PLAIN, Work.DECODE),
         ("prefill/bf16/kv:60+40/q:3+2/dim:128", Work.PREFILL),
-        ("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page", Work.INT8),
-        ("decode/bf16/kv:60+40/dim:128/kcodec:fp8_e4m3fn/vcodec:fp8_e4m3fn/scales:head", Work.FP8),
+        ("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page", Work.CODES),
+        ("decode/bf16/kv:60+40/dim:128/kcodec:fp8_e4m3fn/vcodec:fp8_e4m3fn/scales:head", Work.CODES),
     ],
 )
 def test_what_was_measured_is_taken_there_and_nowhere_else(cell: str, work: Work) -> None:
@@ -75,7 +75,7 @@ def test_what_was_not_measured_gets_the_default(monkeypatch: pytest.MonkeyPatch,
 def test_codes_that_cannot_be_read_as_words_get_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "here", lambda device: HERE)
     case = case_of("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page", Hints(kv_tile=0))
-    assert chosen(case).tile is MEASURED[0].tiles[Work.INT8]
+    assert chosen(case).tile is MEASURED[0].tiles[Work.CODES]
     apart = torch.zeros(*case.v_cache.shape[:3], 129, dtype=torch.int8)[..., 1:]
     assert chosen(replace(case, v_cache=apart)).tile is ANYWHERE
 
@@ -83,7 +83,7 @@ def test_codes_that_cannot_be_read_as_words_get_the_default(monkeypatch: pytest.
 def test_programs_that_have_a_processor_each_take_larger_tiles() -> None:
     spec, codes = spec_of(PLAIN), spec_of("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page")
     assert tile_for(spec, *HERE, alone=True) is MEASURED[0].tiles[Work.ALONE]
-    assert tile_for(codes, *HERE, alone=True) is MEASURED[0].tiles[Work.INT8]
+    assert tile_for(codes, *HERE, alone=True) is MEASURED[0].tiles[Work.CODES]
 
 
 @pytest.mark.parametrize(("num_splits", "alone"), [(1, True), (2, True), (3, False)])

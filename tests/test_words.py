@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sacts.conformance.build import build
-from sacts.kernels_under_test.paged.codecs import both, unpacking
+from sacts.kernels_under_test.paged.codecs import both, unit, unpacking
 from sacts.kernels_under_test.paged.words import as_read, words
 from sacts.matrices.cell import parse
 from sacts.reference.spec import Codec, CodecFormat, DType, ScaleGranularity
@@ -38,7 +38,8 @@ def test_every_word_holds_what_torch_reads_the_low_byte_first(form: CodecFormat,
     for low_byte, output in enumerate(outputs):
         for word, half in zip((first, second), ptx.halves(output), strict=True):
             codes = torch.from_numpy((word >> np.uint32(8 * low_byte)).astype(np.uint8)).view(STORED[form])
-            right, seen = codes.float(), ptx.as_numbers(half, dtype)
+            right = codes.float()
+            seen = ptx.as_numbers(half, dtype) * unit(form.value, DTYPES[dtype], 2)
             np.testing.assert_array_equal(seen.numpy(), right.numpy())
             number = ~right.isnan()
             assert torch.equal(seen[number].signbit(), right[number].signbit())

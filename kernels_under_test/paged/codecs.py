@@ -62,10 +62,17 @@ def signed_nibble(code, second):
 
 
 @triton.constexpr_function
+def unit(codec, dtype, wide):
+    """What the numbers of `both` are to be multiplied by for the codes, where a column is `wide` 2, else 1."""
+    return 64.0 if wide == 2 and codec == "int8" and dtype == tl.bfloat16 else 1.0
+
+
+@triton.constexpr_function
 def unpacking(codec, dtype):
     """PTX that makes of two words two numbers of their low and two of their high bytes: what the compiler does byte by
-    byte. e4m3 and e5m2 are decoded to FP16 by the processor. int8 in BF16, which has seven bits behind the first: the
-    lower seven at 128, less 128 or 256 by the eighth; in FP16: at 1152, less that.
+    byte. e4m3 and e5m2 are decoded to FP16 by the processor. int8 in FP16: 1152 and the code, less 1152. BF16 has too
+    few bits for that: 128 and the code are there the bits of so many of the smallest number, 2^-133, which times 2^127,
+    less 2, are the code by its `unit`.
     """
     if codec == "int8" and dtype == tl.float16:
         return """{
@@ -79,15 +86,14 @@ def unpacking(codec, dtype):
         }"""
     if codec == "int8":
         return """{
-            .reg .b32 x, y, high, one;
-            mov.b32 one, 0x3F803F80;
+            .reg .b32 x, y, high, grow, less;
+            mov.b32 grow, 0x7F007F00;
+            mov.b32 less, 0xC000C000;
             shr.u32 high, $2, 8;
-            lop3.b32 x, $2, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 y, $2, 0x00800080, 0xC300C300, 0xEA;
-            fma.rn.bf16x2 $0, x, one, y;
-            lop3.b32 x, high, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 y, high, 0x00800080, 0xC300C300, 0xEA;
-            fma.rn.bf16x2 $1, x, one, y;
+            lop3.b32 x, $2, 0x00FF00FF, 0x00800080, 0x6A;
+            lop3.b32 y, high, 0x00FF00FF, 0x00800080, 0x6A;
+            fma.rn.bf16x2 $0, x, grow, less;
+            fma.rn.bf16x2 $1, y, grow, less;
         }"""
     pairs = """
             prmt.b32 $0, x, y, 0x5410;
@@ -114,12 +120,12 @@ def unpacking(codec, dtype):
 
 @triton.jit
 def both(word, CODEC: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Values of the two codes in each 16-bit word, the low byte first: in DTYPE, BF16 or FP16, which hold them exactly;
-    under UPCAST in FP32.
+    """Values of the two codes in each 16-bit word by their `unit`, the low byte first: in DTYPE, BF16 or FP16, which
+    hold them exactly; under UPCAST in FP32.
     """
     if UPCAST:
-        low = decoded((word & 0xFF).to(tl.uint8), 0, 0, CODEC, UPCAST)
-        high = decoded(((word >> 8) & 0xFF).to(tl.uint8), 0, 0, CODEC, UPCAST)
+        low = decoded((word & 0xFF).to(tl.uint8), 0, 0, CODEC, UPCAST) / unit(CODEC, DTYPE, 2)
+        high = decoded(((word >> 8) & 0xFF).to(tl.uint8), 0, 0, CODEC, UPCAST) / unit(CODEC, DTYPE, 2)
     elif tl.float16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
             unpacking(CODEC, DTYPE), "=r,=r,r", [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -169,9 +175,9 @@ def load_tile(
     UPCAST: tl.constexpr,
 ):
     """K or V of the slots at a place [slots] from base_ptr: as stored without a codec, else (code - zero) * scale in
-    FP32, or where LATE the codes; and the scales [slots] that their products then get, else 1. CHANNELS: scales change
-    along the channels; strides are 0 along what shares one. What is not valid [slots], and what the mask [slots, d or
-    1] leaves out, is 0, whatever lies there and in its scale.
+    FP32, or where LATE the codes by their `unit`; and the scales [slots] that products of the codes then get, else 1.
+    CHANNELS: scales change along the channels; strides are 0 along what shares one. What is not valid [slots], and what
+    the mask [slots, d or 1] leaves out, is 0, whatever lies there and in its scale.
 
     A column [d] is a channel, or where base_ptr points to 16-bit words of codes two neighbours. Their values are two
     tiles (else the second is the first), in DTYPE or FP32: words reach the layout of the product as any numbers of 16
@@ -183,6 +189,7 @@ def load_tile(
         second = value
     else:
         WORDS: tl.constexpr = base_ptr.dtype.element_ty == tl.int16
+        UNIT: tl.constexpr = unit(CODEC, DTYPE, 2 if WORDS else 1)
         tl.static_assert(not (WORDS and CHANNELS), "words have one scale")
         per_byte: tl.constexpr = 2 if (CODEC == "int4" or CODEC == "int4_high") else 1
         code = tl.load(base_ptr + place[:, None] + (column // per_byte)[None, :], mask=mask, other=0)
@@ -194,18 +201,18 @@ def load_tile(
         if LATE:
             scale = tl.load(scales_ptr + scale_at, mask=valid, other=0.0)
         else:
-            value = scaled(value, column, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, CHANNELS)
+            value = scaled(value, column, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, UNIT, CHANNELS)
         if not WORDS:
             second = value
         elif not LATE:
-            second = scaled(second, column, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, CHANNELS)
+            second = scaled(second, column, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, UNIT, CHANNELS)
     return value, second, scale
 
 
 @triton.jit
-def scaled(code, dim, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, CHANNELS: tl.constexpr):
-    """(code - zero) * scale in FP32: codes [slots, d] of channels dim, scales and zero points at scale_at [slots]."""
-    value = code.to(tl.float32)
+def scaled(code, dim, valid, mask, scales_ptr, zeros_ptr, scale_at, stride_dim, UNIT, CHANNELS: tl.constexpr):
+    """(code - zero) * scale in FP32: codes by UNIT [slots, d] of channels dim, scales and zero points at scale_at."""
+    value = code.to(tl.float32) * UNIT
     scale_at = scale_at[:, None]
     there = valid[:, None]
     if CHANNELS:

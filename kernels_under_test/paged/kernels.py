@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .codecs import held, load_tile, place_of
+from .codecs import held, load_tile, place_of, unit
 from .lookups import channels_of, entry_at, task_at, token_and_page
 from .recorder import record
 from .terms import epilogue, keeps, position_bias, tanh, turned, with_sink
@@ -119,9 +119,12 @@ def attention_kernel(
     and on one page. EARLY: the merge kernel may be launched from now on.
     """
     sharers: tl.constexpr = GROUP // HEADS  # of a task
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     # Channels that stand in one column of K or V: the two of a word of codes, else one.
     K_WIDE: tl.constexpr = 2 if K_CODEC != "none" and k_ptr.dtype.element_ty == tl.int16 else 1
     V_WIDE: tl.constexpr = 2 if V_CODEC != "none" and v_ptr.dtype.element_ty == tl.int16 else 1
+    K_UNIT: tl.constexpr = unit(K_CODEC, dtype, K_WIDE) if K_LATE else 1.0  # of what is multiplied
+    V_UNIT: tl.constexpr = unit(V_CODEC, dtype, V_WIDE) if V_LATE else 1.0
     if EARLY:
         gdc_launch_dependents()
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
@@ -160,7 +163,7 @@ def attention_kernel(
             q_2 = tl.load(q_row + dim_k_2[None, :], mask=in_group[:, None] & (dim_k_2 >= 0)[None, :], other=0.0)
             turn = turns_ptr + (query - turns_low).to(tl.int64)[:, None] * 2 * num_pairs + pair[None, :]
             q, q_2 = turned(q, q_2, turn, pair, num_pairs)
-        q = q.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
+        q = q.to(tl.float32 if UPCAST else dtype)
         if turns_ptr is not None or K_WIDE == 2:
             q_2 = q_2.to(q.dtype)
         if forced_ptr is not None:
@@ -219,14 +222,14 @@ def attention_kernel(
                 k_mask = valid[:, None] & (dim_k >= 0)[None, :]
             k, k_2, k_scale = load_tile(
                 k_base, k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head, stride_ks_page,
-                stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, q.dtype, UPCAST,
+                stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, dtype, UPCAST,
             )  # fmt: skip
             if turns_ptr is not None:  # each key turns by its own position
                 k_mask = valid[:, None] & (dim_k_2 >= 0)[None, :]
                 k_2, _, k_scale = load_tile(
                     k_base, k_place, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
                     stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE,
-                    q.dtype, UPCAST,
+                    dtype, UPCAST,
                 )  # fmt: skip
                 k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
                 k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
@@ -234,7 +237,7 @@ def attention_kernel(
             z = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=INPUT_PRECISION)
             if turns_ptr is not None or K_WIDE == 2:
                 z = tl.dot(q_2, tl.trans(k_2.to(q.dtype)), z, input_precision=INPUT_PRECISION)
-            z = z * (k_scale * scale)[None, :] if K_LATE else z * scale
+            z = z * (k_scale * (scale * K_UNIT))[None, :] if K_LATE else z * scale
             if cap_log2 is not None:
                 z = tanh(z) * cap_log2
             if slopes_ptr is not None or bucket_bias_ptr is not None:
@@ -255,7 +258,7 @@ def attention_kernel(
             v_mask = channels_of(valid, dim_v, HEAD_DIM_VO // V_WIDE)
             v, v_2, v_scale = load_tile(
                 v_base, v_place, dim_v, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head, stride_vs_page,
-                stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE, q.dtype, UPCAST,
+                stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE, dtype, UPCAST,
             )  # fmt: skip
             if V_LATE:
                 p = p * v_scale[None, :]
@@ -272,11 +275,12 @@ def attention_kernel(
                     trace_tokens_ptr, trace_logits_ptr, trace_m_ptr, trace_l_ptr, trace_o_ptr, trace_tiles,
                     (row + lane // HEADS * list_heads).to(tl.int64), lane % HEADS == 0, out_row, begin, last,
                     in_group, out_mask, tl.where(sees, t[None, :], -1), z, m, l,
-                    tl.interleave(o, o_2) if V_WIDE == 2 else o, BLOCK_N, HEAD_DIM_VO,
+                    (tl.interleave(o, o_2) if V_WIDE == 2 else o) * V_UNIT, BLOCK_N, HEAD_DIM_VO,
                 )  # fmt: skip
 
         if V_WIDE == 2:
             o = tl.interleave(o, o_2)
+        o = o * V_UNIT
         if SPLIT and parts > 1:
             part = out_row * num_splits + split
             tl.store(partial_m_ptr + part, m, mask=in_group)

@@ -24,22 +24,17 @@ LANES = 128  # query heads of all tokens of one program, where tokens share list
 PROGRAMS = 3  # parts of rows that a processor should have at least
 MEASURED_DIM = 128  # head dims, padded
 MEASURED_HEADS = 16  # query heads of a list at most, where its tokens are alone: what one product holds
+MEASURED_CODES = ("int8", "fp8_e4m3fn")  # of K and V alike
 CPU_PROCESSORS = 3  # as many as programs that stay in the interpreter
 
 
 class Work(StrEnum):
-    """What bounds a case: K and V from memory, how long a program waits for them, codes of a format to decode, or the
-    products.
-    """
+    """What bounds a case: K and V from memory, how long a program waits for them, codes to decode, or the products."""
 
     DECODE = "decode"
     ALONE = "alone"
-    INT8 = "int8"
-    FP8 = "fp8"
+    CODES = "codes"
     PREFILL = "prefill"
-
-
-CODES = {"int8": Work.INT8, "fp8_e4m3fn": Work.FP8}  # by format of K and V
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,7 @@ MEASURED = (
         tiles={
             Work.DECODE: Tile(32, {"num_stages": 3, "maxnreg": 128}),
             Work.ALONE: Tile(128, {"num_stages": 3}),
-            Work.INT8: Tile(128, {"num_stages": 2, "maxnreg": 128}),
-            Work.FP8: Tile(128, {"num_warps": 2, "num_stages": 2}),
+            Work.CODES: Tile(128, {"num_warps": 2, "num_stages": 2}),
             Work.PREFILL: Tile(64, {"num_stages": 3}),
         },
     ),
@@ -164,8 +158,8 @@ def work_of(spec: AttentionSpec, *, alone: bool, words: bool) -> Work | None:
         return None
     if spec.k_codec is None and spec.v_codec is None:
         return Work.ALONE if alone else Work.DECODE
-    k, v = (CODES.get(codec.format) if codec else None for codec in (spec.k_codec, spec.v_codec))
-    return k if k is v and words else None
+    k, v = (codec.format if codec else None for codec in (spec.k_codec, spec.v_codec))
+    return Work.CODES if k == v and k in MEASURED_CODES and words else None
 
 
 def programs(work: int, hints: Hints, device: torch.device) -> int:
