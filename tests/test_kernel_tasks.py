@@ -302,8 +302,8 @@ def test_heads_that_lie_beyond_32_bits_are_gathered_from_where_they_lie(launched
     assert launched["far_heads"]["found"] == 1
 
 
-def test_heads_of_a_list_get_the_same_bits_from_one_program_and_from_several(launched: dict[str, Any]) -> None:
-    assert launched["parts_of_heads"]["found"] == [1, [1, 3]]
+def test_heads_of_a_list_get_the_same_from_one_program_and_from_several(launched: dict[str, Any]) -> None:
+    assert launched["parts_of_heads"]["found"] == [5, True, [1, 3]]
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if "kcodec" not in cell])
