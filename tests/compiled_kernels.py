@@ -22,7 +22,7 @@ from sacts.conformance.adapter import Backend, Refused
 from sacts.conformance.build import build
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
-from sacts.kernels_under_test.paged import adapter, branches, gather, kernels, merge
+from sacts.kernels_under_test.paged import adapter, branches, copies, gather, kernels, merge
 from sacts.matrices.cell import parse
 
 POINTERS = {
@@ -84,6 +84,8 @@ class Compiled:
                 "buffered": len(BUFFERED.findall(made.asm["ttgir"])),
                 "order": re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"]),
                 "early": made.metadata.launch_pdl,
+                "copied": made.asm["ptx"].count("cp.async.bulk.tensor"),
+                "scratch": made.metadata.global_scratch_size,
                 "before": {
                     word: made.asm["ptx"].split("griddepcontrol.wait")[0].count(f"{word}.global")
                     for word in ("ld", "st")
@@ -95,7 +97,7 @@ class Compiled:
 
 
 def main(cells: list[str], *, traced: bool) -> None:
-    adapter.early = lambda device: True  # as the processor would be that this is compiled for
+    adapter.early = copies.copies = lambda device: True  # as the processor would be that this is compiled for
     launched = [
         (kernels, "attention_kernel"),
         (merge, "merge_kernel"),
@@ -114,7 +116,16 @@ def main(cells: list[str], *, traced: bool) -> None:
             if traced:
                 made.trace(case)
         except Refused:
-            refused = {"kernel": "refused", "seconds": 0, "shared": 0, "buffered": 0, "order": [], "early": False}
+            refused = {
+                "kernel": "refused",
+                "seconds": 0,
+                "shared": 0,
+                "buffered": 0,
+                "order": [],
+                "early": False,
+                "copied": 0,
+                "scratch": 0,
+            }
             print(json.dumps({"cell": cell} | refused), flush=True)
 
 

@@ -20,6 +20,7 @@ from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
 from sacts.kernels_under_test.paged import limits
 from sacts.kernels_under_test.paged.adapter import Adapter
+from sacts.kernels_under_test.paged.copies import aligned
 from sacts.matrices.cell import parse
 from sacts.reference.spec import CausalRule, Route, Schedule
 
@@ -173,6 +174,49 @@ def parts_of_heads(adapter: Adapter, launcher: Launcher) -> list[Any]:
     return [len(same), all(same), programs]
 
 
+def before_the_first_key(adapter: Adapter, launcher: Launcher) -> list[Any]:
+    """Queries that see no key, under a sink, beside V that is NaN throughout: whether tiles are copied, whether all of
+    their rows are 0, and how many are.
+    """
+    problem = build(parse("prefill/fp32/kv:4/q:12/page:64/block:16/causal:bottom_right/tile:16/sink:on/qtile:4"))
+    case = launcher.case(problem, RANDOM.inputs(problem), problem.hints)
+    case.v_cache.fill_(torch.nan)
+    case = replace(case, workspace=torch.empty(adapter.workspace_bytes(case), dtype=torch.uint8))
+    plan = adapter.plan(case)
+    blind = torch.tensor(case.spec.token_position) < 0
+    return [plan.descriptions is not None, bool((adapter.run(case, plan).out[blind] == 0).all()), int(blind.sum())]
+
+
+COPIED = (
+    "prefill/bf16/kv:100+37/q:33+8/page:128/block:32/pattern:all/causal:bottom_right/tile:32/qtile:8",
+    "prefill/fp16/kv:100+37+1/q:4+2+1/page:128/block:32/pattern:all/splits:2/tile:16/pos:alibi/cap:20/sink:on",
+    "prefill/bf16/kv:90+50/q:5+3/heads:7-1/dim:80/page:128/block:16/map:high/tile:16",
+    "prefill/bf16/kv:100+37/q:9+8/page:128/block:32/pattern:all/causal:bottom_right/tile:32/branches:2",
+)
+
+
+def copied_and_loaded(adapter: Adapter, launcher: Launcher) -> list[Any]:
+    """Tiles that are copied by descriptions and tiles that are loaded, by cell: whether both were, whether the bits are
+    the same, and whether out is finite though NaN stands in V behind each request.
+    """
+    found = []
+    for cell in COPIED:
+        problem = build(parse(cell))
+        case = launcher.case(problem, RANDOM.inputs(problem), problem.hints)
+        for request, seq_len in enumerate(case.spec.seq_lens):
+            case.v_cache[case.page_table[request, 0], seq_len:] = torch.nan
+        case = replace(case, workspace=torch.empty(adapter.workspace_bytes(case), dtype=torch.uint8))
+        apart = torch.zeros(case.k_cache.numel() + 1, dtype=case.k_cache.dtype)[1:].view(case.k_cache.shape)
+        plan, bits = adapter.plan(case), []
+        for k_cache in (case.k_cache, apart.copy_(case.k_cache)):
+            outputs = adapter.run(replace(case, k_cache=k_cache), plan)
+            assert outputs.lse is not None
+            bits.append(outputs.out.view(torch.uint8).numpy().tobytes() + outputs.lse.numpy().tobytes())
+        both = plan.descriptions is not None and aligned(case) and not aligned(replace(case, k_cache=apart))
+        found.append([both, bits[0] == bits[1], bool(case.out.isfinite().all())])
+    return found
+
+
 def nans(adapter: Adapter, case: Case) -> list[bool]:
     """Whether out and lse are NaN wherever a row attends anything, all of K being NaN: rows do not become empty."""
     space = torch.empty(adapter.workspace_bytes(case), dtype=torch.uint8)
@@ -199,7 +243,8 @@ def main(cells: list[str]) -> None:
             "sized": [[sized(adapter, case, extra) for extra in (0, 5, -1)] for case in cases[:2]],
         }
         print(json.dumps(said), flush=True)
-    for edge in (between_windows, widest_window, far_heads, parts_of_heads):
+    edges = between_windows, widest_window, far_heads, parts_of_heads, before_the_first_key, copied_and_loaded
+    for edge in edges:
         print(json.dumps({"cell": edge.__name__, "found": edge(adapter, launcher)}), flush=True)
 
 

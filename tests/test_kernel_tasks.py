@@ -306,6 +306,14 @@ def test_heads_of_a_list_get_the_same_from_one_program_and_from_several(launched
     assert launched["parts_of_heads"]["found"] == [5, True, [1, 3]]
 
 
+def test_rows_that_see_no_key_are_zero_whatever_stands_in_v(launched: dict[str, Any]) -> None:
+    assert launched["before_the_first_key"]["found"] == [True, True, 8]
+
+
+def test_tiles_that_are_copied_and_tiles_that_are_loaded_yield_the_same_bits(launched: dict[str, Any]) -> None:
+    assert launched["copied_and_loaded"]["found"] == [[True, True, True]] * 4
+
+
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if "kcodec" not in cell])
 def test_a_row_whose_keys_are_nan_is_nan_and_not_empty(launched: dict[str, Any], cell: str) -> None:
     assert launched[cell]["nans"] == [True, True]

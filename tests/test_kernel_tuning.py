@@ -80,6 +80,44 @@ def test_codes_that_cannot_be_read_as_words_get_the_default(monkeypatch: pytest.
     assert chosen(replace(case, v_cache=apart)).tile is ANYWHERE
 
 
+@pytest.mark.parametrize(
+    ("cell", "together", "apart"),
+    [
+        ("prefill/bf16/kv:200+40/q:3+2/dim:128/page:256/block:128", Work.COPIED, Work.COPIED_APART),
+        ("prefill/bf16/kv:200+40/q:3+2/dim:128/page:256/block:64", Work.PREFILL, Work.COPIED_APART),
+        ("prefill/bf16/kv:200+40/q:3+2/dim:128/page:256/block:32", Work.PREFILL, Work.PREFILL),
+        ("prefill/bf16/kv:200+40/q:3+2/dim:128/page:128/block:128", Work.PREFILL, Work.PREFILL),
+        ("decode/bf16/kv:2000+40/dim:128/page:2048/block:128/pattern:all", Work.DECODE, Work.DECODE),
+    ],
+)
+def test_values_in_one_piece_get_the_tiles_of_copies(
+    monkeypatch: pytest.MonkeyPatch, cell: str, together: Work, apart: Work
+) -> None:
+    monkeypatch.setattr(tuning, "here", lambda device: HERE)
+    monkeypatch.setattr(tuning, "processors", lambda device: 1)
+    monkeypatch.setattr(tuning, "copies", lambda device: True)
+    case, tiles = case_of(cell, Hints(kv_tile=0)), MEASURED[0].tiles
+    choice = chosen(case)
+    assert [choice.tile_of(q_tile) for q_tile in (2, 1)] == [tiles[together], tiles[apart]]
+    odd = torch.zeros(case.k_cache.numel() + 1, dtype=case.k_cache.dtype)[1:].view(case.k_cache.shape)
+    loaded = tiles[Work.DECODE if together is Work.DECODE else Work.PREFILL]
+    choice = chosen(replace(case, k_cache=odd))
+    assert [choice.tile_of(q_tile) for q_tile in (2, 1)] == [loaded, loaded]
+    monkeypatch.setattr(tuning, "copies", lambda device: False)
+    assert chosen(case).tile_of(2) == loaded
+
+
+@pytest.mark.parametrize(("pattern", "tile"), [("all", 128), ("scattered", 64)])
+def test_the_plan_cuts_rows_for_the_queries_that_share_them(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, tile: int
+) -> None:
+    monkeypatch.setattr(tuning, "here", lambda device: HERE)
+    monkeypatch.setattr(tuning, "copies", lambda device: True)
+    cell = f"prefill/bf16/kv:2000/q:8/dim:128/page:2048/block:128/pattern:{pattern}"
+    plan = Adapter().plan(case_of(cell.replace("/pattern:scattered", ""), Hints(kv_tile=0, q_tile=0)))
+    assert (plan.tasks.tile, plan.tasks.q_tile > 1) == (tile, pattern == "all")
+
+
 def test_programs_that_have_a_processor_each_take_larger_tiles() -> None:
     spec, codes = spec_of(PLAIN), spec_of("decode/bf16/kv:60+40/dim:128/kcodec:int8/vcodec:int8/scales:page")
     assert tile_for(spec, *HERE, alone=True) is MEASURED[0].tiles[Work.ALONE]

@@ -20,6 +20,7 @@ import torch
 from sacts.conformance.adapter import PADDING, Case, Refused
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.kernels_under_test.paged.arguments import shared_strides
+from sacts.kernels_under_test.paged.copies import DESCRIPTION_BYTES
 from sacts.kernels_under_test.paged.plan import Plan, plan_of
 from sacts.kernels_under_test.paged.tables import (
     LOG2E,
@@ -74,12 +75,13 @@ COMPILED = (
     "prefill/fp16/kv:60+25/q:3+2/epilogue:gate/lists:query_head",
     "prefill/bf16/kv:60/q:8/block:16/pattern:all/causal:bottom_right/qtile:4",
 )
+COPIED = "prefill/bf16/kv:100+37/q:33+8/dim:128/page:128/block:128/pattern:all/causal:bottom_right/tile:128/qtile:32"
 LOADED_AHEAD = "decode/bf16/kv:150/dim:128/tile:32"  # a list of tokens
 TIER = os.environ.get("SACTS_COMPILE")  # the name of a tier to compile as a whole
 
 
 def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
-    chosen = tiers.load(tiers.path_of(TIER)) if TIER else [parse(cell) for cell in (*COMPILED, LOADED_AHEAD)]
+    chosen = tiers.load(tiers.path_of(TIER)) if TIER else [parse(cell) for cell in (*COMPILED, LOADED_AHEAD, COPIED)]
     cells = [cell.id for cell in chosen if cell.phase in ("decode", "prefill")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, compiled_kernels.__file__, "plain" if TIER else "traced", *cells]
@@ -98,7 +100,11 @@ def test_what_is_launched_compiles_for_a_gpu_and_fits_shared_memory() -> None:
         assert (each["order"], each["early"]) == (order, merges), each
         if merges:  # where a row is, and its number of parts; no state
             assert each["before"] == {"ld": 2, "st": 0}, each
+    for each in said:  # K and V come by descriptions, with no load of theirs, or not at all
+        assert bool(each["copied"]) is bool(each["scratch"]), each
+        assert each["scratch"] <= 2 * DESCRIPTION_BYTES, each
     if not TIER:
+        assert {each["cell"] for each in said if each["copied"]} == {COPIED}
         assert [each["buffered"] for each in said if each["cell"] == LOADED_AHEAD] == [
             2,
             2,

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import _allocation
 
 from sacts.conformance.adapter import Backend
 from sacts.conformance.build import build
 from sacts.conformance.launch import Launcher
 from sacts.conformance.probes.inputs import RANDOM
-from sacts.kernels_under_test.paged import adapter, launches, words
+from sacts.kernels_under_test.paged import adapter, copies, launches, words
+from sacts.kernels_under_test.paged.limits import INTERPRETED
 from sacts.matrices.cell import parse
 
 
@@ -56,6 +58,34 @@ def test_a_launch_is_made_again_with_addresses_in_the_order_of_the_kernel(monkey
     assert q.data_ptr() != torch.Tensor.untyped_storage(q).data_ptr()
 
 
+class Describing(Kernel):
+    """A kernel whose descriptions take memory when it is launched."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.taken = size, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*arguments: Any, **named: Any) -> None:
+            self.taken.append(_allocation._allocator.get()(self.size, 128, None))
+
+        return launch
+
+
+def test_descriptions_lie_in_the_memory_of_the_plan_now_and_again() -> None:
+    before, memory = _allocation._allocator.get(), torch.zeros(256, dtype=torch.uint8)
+    kernel = Describing(256)
+    again = launches.launch_with(memory, kernel, (7,))
+    again()
+    assert [taken is memory for taken in kernel.taken] == [True, True]
+    assert _allocation._allocator.get() is before
+
+
+def test_descriptions_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="descriptions take 257 bytes, 256 were planned"):
+        launches.launch_with(torch.zeros(256, dtype=torch.uint8), Describing(257), (7,))
+
+
 def storages(held: object) -> Iterator[int]:
     """Where the tensors of a record begin in memory, and those of the records in it."""
     if isinstance(held, Tensor):
@@ -75,6 +105,7 @@ def storages(held: object) -> Iterator[int]:
         "decode/bf16/kv:60/pattern:all/kcodec:int8/vcodec:fp8_e5m2/scales:page",
         "decode/fp32/kv:60+40/dim:80/kcodec:int4/vcodec:int4/scales:page_channel/zeros:on/route:gather_heads",
         "prefill/bf16/kv:60+40/q:3+2/pattern:duplicates/pos:alibi/branches:2",
+        "prefill/bf16/kv:60+40/q:3+2/page:64/block:16/tile:16",  # copied by descriptions
     ],
 )
 def test_what_kernels_get_lies_in_the_case_or_in_the_plan(monkeypatch: pytest.MonkeyPatch, cell: str) -> None:
@@ -86,25 +117,26 @@ def test_what_kernels_get_lies_in_the_case_or_in_the_plan(monkeypatch: pytest.Mo
         return lambda: None
 
     monkeypatch.setattr(adapter, "launch", launch)
+    monkeypatch.setattr(adapter, "launch_with", lambda memory, *rest, **named: launch(*rest, memory=memory, **named))
     problem, backend = build(parse(cell)), adapter.Adapter()
     case = Launcher(Backend(backend), "cpu").case(problem, RANDOM.inputs(problem))
     case = replace(case, workspace=torch.empty(backend.workspace_bytes(case), dtype=torch.uint8))
     plan = backend.plan(case)
     backend.run(case, plan)
     tensors = [x for x in given if isinstance(x, Tensor) and x.numel()]
-    assert len(tensors) > 10
+    assert len(tensors) >= 10
     assert {x.untyped_storage().data_ptr() for x in tensors} <= {*storages(case), *storages(plan)}
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "hip", "early", "decodes"),
+    ("device", "capability", "hip", "early", "decodes", "copied"),
     [
-        ("cpu", (0, 0), None, False, True),  # interpreted
-        ("xpu", (9, 0), None, False, False),
-        ("cuda", (9, 0), None, True, True),
-        ("cuda", (8, 9), None, False, True),
-        ("cuda", (8, 6), None, False, False),
-        ("cuda", (9, 4), "6.4", False, False),
+        ("cpu", (0, 0), None, False, True, INTERPRETED),
+        ("xpu", (9, 0), None, False, False, False),
+        ("cuda", (9, 0), None, True, True, True),
+        ("cuda", (8, 9), None, False, True, False),
+        ("cuda", (8, 6), None, False, False, False),
+        ("cuda", (9, 4), "6.4", False, False, False),
     ],
 )
 def test_what_a_processor_can_do_is_asked_of_it(
@@ -114,8 +146,9 @@ def test_what_a_processor_can_do_is_asked_of_it(
     hip: str | None,
     early: bool,
     decodes: bool,
+    copied: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     where: Any = SimpleNamespace(type=device)
-    assert (launches.early(where), words.decodes(where)) == (early, decodes)
+    assert (launches.early(where), words.decodes(where), copies.copies(where)) == (early, decodes, copied)

@@ -39,8 +39,9 @@ from sacts.reference.spec import (
 
 from . import branches, gather, kernels, merge
 from .arguments import codec_of, epilogue_of, of_slots, scales_of, shapes, strides, terms_of
+from .copies import aligned
 from .index import slots_of
-from .launches import Launch, early, launch
+from .launches import Launch, early, launch, launch_with
 from .limits import INTERPRETED, k_late, options, programs_of, uniform, v_late
 from .plan import Plan, normalized, plan_of
 from .tables import padded, turns_bytes
@@ -190,8 +191,10 @@ class Adapter:
             launches.append(self._gather(case, plan, (space.k, space.v)))
             k_cache, v_cache = space.k, space.v
         k_cache, v_cache = as_read(spec, k_cache, v_cache)
+        descriptions = plan.descriptions if aligned(case) else None
         shape = shapes(spec, case.hints.route, tasks.q_tile)
-        attention = launch(
+        attention = launch_with(
+            descriptions,
             kernels.attention_kernel,
             grid,
             case.q,
@@ -219,6 +222,7 @@ class Adapter:
             **strides("k", of_slots(k_cache)),
             **strides("v", of_slots(v_cache)),
             stride_table=case.page_table.stride(0),
+            DESCRIBED=descriptions is not None,
             SPLIT=choice.num_splits > 1,
             EARLY=choice.num_splits > 1 and early(case.q.device),
             GATHER=copies_of(case),
@@ -227,7 +231,8 @@ class Adapter:
             INPUT_PRECISION=self.input_precision,
             **shape,
             **epilogue_of(case),
-            **options(spec, shape["BLOCK_M"], tasks.tile, traced=traced["TRACE"]) | choice.tile.options,
+            **options(spec, shape["BLOCK_M"], tasks.tile, traced=traced["TRACE"])
+            | choice.tile_of(tasks.q_tile).options,
         )
         return [*launches, attention]
 

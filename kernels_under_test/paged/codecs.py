@@ -173,6 +173,7 @@ def load_tile(
     LATE: tl.constexpr,
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """K or V of the slots at a place [slots] from base_ptr: as stored without a codec, else (code - zero) * scale in
     FP32, or where LATE the codes by their `unit`; and the scales [slots] that products of the codes then get, else 1.
@@ -182,9 +183,14 @@ def load_tile(
     A column [d] is a channel, or where base_ptr points to 16-bit words of codes two neighbours. Their values are two
     tiles (else the second is the first), in DTYPE or FP32: words reach the layout of the product as any numbers of 16
     bits do, and are decoded there; bytes have to be decoded before, and go twice the way.
+
+    DESCRIBED: base_ptr is a description, and place a row of it.
     """
     scale = 1.0
-    if CODEC == "none":
+    if DESCRIBED:
+        value = base_ptr.load([place, 0])
+        second = value
+    elif CODEC == "none":
         value = tl.load(base_ptr + place[:, None] + column[None, :], mask=mask, other=0.0)
         second = value
     else:

@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .codecs import held, load_tile, place_of, unit
-from .lookups import channels_of, entry_at, task_at, token_and_page
+from .lookups import channels_of, description, entry_at, row_of, task_at, token_and_page
+from .queries import load_q, sees_whole
 from .recorder import record
 from .terms import epilogue, keeps, position_bias, tanh, turned, with_sink
 
@@ -113,10 +114,12 @@ def attention_kernel(
     UPCAST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """Tasks of the table (tasks.Columns), once for each of the programs that share one, with heads of its own: out and
     lse of rows in one part, else un-normalised (m, l, o) of their part. UNIFORM: the slots of a tile lie in one entry
-    and on one page. EARLY: the merge kernel may be launched from now on.
+    and on one page. EARLY: the merge kernel may be launched from now on. DESCRIBED: K and V lie on one page a request,
+    and tiles are copied by a description of it.
     """
     sharers: tl.constexpr = GROUP // HEADS  # of a task
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -139,33 +142,19 @@ def attention_kernel(
         in_group = lane < HEADS * queries
         qo_head = list_head * GROUP + work % sharers * HEADS + lane % HEADS
         position = tl.load(token_position_ptr + token, mask=in_group, other=0)
-        q_token = token
-        if num_tokens is not None:  # rows of branches stand one branch behind another, in every table; q is common
-            q_token = token % num_tokens
-        dim_k = tl.arange(0, BLOCK_QK // K_WIDE)
+        # Rows of branches stand one branch behind another, in every table; q is common.
+        q_token = token if num_tokens is None else token % num_tokens
         dim_v = tl.arange(0, BLOCK_VO // V_WIDE)
         dim_vo = tl.arange(0, BLOCK_VO)
-        q_mask = channels_of(in_group, dim_k, HEAD_DIM_QK // K_WIDE)
         out_mask = channels_of(in_group, dim_vo, HEAD_DIM_VO)
         query = position  # what position terms take for the query; masks and dropout take its logical position
         if query_ordinals_ptr is not None:
             query = tl.load(query_ordinals_ptr + row + lane // HEADS * list_heads, mask=in_group, other=0)
         q_row = q_ptr + q_token.to(tl.int64)[:, None] * stride_q_token + qo_head[:, None] * stride_q_head
-        if turns_ptr is None:
-            q = tl.load(q_row + dim_k[None, :] * K_WIDE, mask=q_mask, other=0.0)
-            if K_WIDE == 2:
-                q_2 = tl.load(q_row + dim_k[None, :] * K_WIDE + 1, mask=q_mask, other=0.0)
-        else:  # the two channels of a pair stand at one place of two tiles; -1: there is none
-            pair = tl.arange(0, BLOCK_PAIRS)
-            dim_k = tl.load(channels_ptr + pair)
-            dim_k_2 = tl.load(channels_ptr + BLOCK_PAIRS + pair)
-            q = tl.load(q_row + dim_k[None, :], mask=in_group[:, None] & (dim_k >= 0)[None, :], other=0.0)
-            q_2 = tl.load(q_row + dim_k_2[None, :], mask=in_group[:, None] & (dim_k_2 >= 0)[None, :], other=0.0)
-            turn = turns_ptr + (query - turns_low).to(tl.int64)[:, None] * 2 * num_pairs + pair[None, :]
-            q, q_2 = turned(q, q_2, turn, pair, num_pairs)
-        q = q.to(tl.float32 if UPCAST else dtype)
-        if turns_ptr is not None or K_WIDE == 2:
-            q_2 = q_2.to(q.dtype)
+        q, q_2, dim_k, dim_k_2 = load_q(
+            q_row, in_group, query, channels_ptr, turns_ptr, turns_low, num_pairs, K_WIDE, HEAD_DIM_QK, BLOCK_QK,
+            BLOCK_PAIRS, tl.float32 if UPCAST else dtype,
+        )  # fmt: skip
         if forced_ptr is not None:
             forced = tl.load(forced_ptr + row)
 
@@ -183,14 +172,22 @@ def attention_kernel(
         v_base = v_ptr + kv_head.to(tl.int64) * stride_v_head
         entries = kv_indices_ptr + start
         table = page_table_ptr + request * stride_table
+        if DESCRIBED:
+            end = tl.minimum(seq_len, newest + 1) if CAUSAL else seq_len  # of what any of the queries sees
+            k_base = description(k_base, table, end, stride_k_page, stride_k_token, BLOCK_N, HEAD_DIM_QK, BLOCK_QK)
+            v_base = description(v_base, table, end, stride_v_page, stride_v_token, BLOCK_N, HEAD_DIM_VO, BLOCK_VO)
         at = first + apart
-        t_next, page_next = token_and_page(
-            entry_at(entries, at, last, BLOCK_SIZE), at, last, table, seq_len, BLOCK_SIZE, PAGE_SIZE
-        )
+        entry = entry_at(entries, at, last, BLOCK_SIZE)
+        t_next, page_next = token_and_page(entry, at, last, table, seq_len, BLOCK_SIZE, PAGE_SIZE)
         entry = entry_at(entries, at + BLOCK_N, last, BLOCK_SIZE)
         for begin in range(first, last, BLOCK_N):
             page = page_next
             t = t_next + within  # logical position
+            whole = False
+            if UNIFORM and forced_ptr is None:
+                whole = sees_whole(t_next, seq_len, oldest, newest, window_left, BLOCK_N, CAUSAL, WINDOW)
+            if DESCRIBED:
+                row_at = row_of(t_next, end)
             offset = (t_next.to(tl.uint32) % PAGE_SIZE).to(tl.int32)  # of the first slot, where one page holds them all
             at = begin + BLOCK_N + apart
             t_next, page_next = token_and_page(entry, at, last, table, seq_len, BLOCK_SIZE, PAGE_SIZE)
@@ -221,17 +218,19 @@ def attention_kernel(
             if turns_ptr is not None:
                 k_mask = valid[:, None] & (dim_k >= 0)[None, :]
             k, k_2, k_scale = load_tile(
-                k_base, k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head, stride_ks_page,
-                stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE, dtype, UPCAST,
+                k_base, row_at if DESCRIBED else k_place, dim_k, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset,
+                kv_head, stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS,
+                K_LATE, dtype, UPCAST, DESCRIBED,
             )  # fmt: skip
             if turns_ptr is not None:  # each key turns by its own position
                 k_mask = valid[:, None] & (dim_k_2 >= 0)[None, :]
                 k_2, _, k_scale = load_tile(
                     k_base, k_place, dim_k_2, valid, k_mask, k_scales_ptr, k_zeros_ptr, page, offset, kv_head,
                     stride_ks_page, stride_ks_token, stride_ks_head, stride_ks_dim, K_CODEC, K_CHANNELS, K_LATE,
-                    dtype, UPCAST,
+                    dtype, UPCAST, DESCRIBED,
                 )  # fmt: skip
                 k_turn = turns_ptr + tl.where(valid, key - turns_low, 0).to(tl.int64)[:, None] * 2 * num_pairs
+                pair = tl.arange(0, BLOCK_PAIRS)
                 k, k_2 = turned(k, k_2, k_turn + pair[None, :], pair, num_pairs)
             # Equation (4); the mask stands behind all terms, before the maximum and the exponential.
             z = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=INPUT_PRECISION)
@@ -246,7 +245,7 @@ def attention_kernel(
                 )
             if log2_counts_ptr is not None:
                 z = z + tl.load(log2_counts_ptr + start + slot // BLOCK_SIZE, mask=slot < last, other=0.0)[None, :]
-            z = tl.where(sees, z, float("-inf"))
+            z = z if whole else tl.where(sees, z, float("-inf"))
             # Equations (5) and (6); a tile without a valid slot leaves the state as it is.
             m_new = tl.maximum(m, tl.max(z, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -257,8 +256,9 @@ def attention_kernel(
                 p = tl.where(keeps(dropout_ptr, request, key, position, qo_head), p * keep_scale, 0.0)
             v_mask = channels_of(valid, dim_v, HEAD_DIM_VO // V_WIDE)
             v, v_2, v_scale = load_tile(
-                v_base, v_place, dim_v, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset, kv_head, stride_vs_page,
-                stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS, V_LATE, dtype, UPCAST,
+                v_base, row_at if DESCRIBED else v_place, dim_v, valid, v_mask, v_scales_ptr, v_zeros_ptr, page, offset,
+                kv_head, stride_vs_page, stride_vs_token, stride_vs_head, stride_vs_dim, V_CODEC, V_CHANNELS,
+                V_LATE, dtype, UPCAST, DESCRIBED,
             )  # fmt: skip
             if V_LATE:
                 p = p * v_scale[None, :]
@@ -278,9 +278,7 @@ def attention_kernel(
                     (tl.interleave(o, o_2) if V_WIDE == 2 else o) * V_UNIT, BLOCK_N, HEAD_DIM_VO,
                 )  # fmt: skip
 
-        if V_WIDE == 2:
-            o = tl.interleave(o, o_2)
-        o = o * V_UNIT
+        o = (tl.interleave(o, o_2) if V_WIDE == 2 else o) * V_UNIT
         if SPLIT and parts > 1:
             part = out_row * num_splits + split
             tl.store(partial_m_ptr + part, m, mask=in_group)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -38,6 +40,23 @@ def launch(kernel: Any, grid: tuple[int], *arguments: Any, **named: Any) -> Laun
     # A pointer may be a number, of which the launcher asks the driver nothing; its memory is the case's or the plan's.
     numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in (ordered[name] for name in kernel.arg_names)]
     return partial(compiled[(*grid, 1, 1)], *numbers)
+
+
+def launch_with(memory: Tensor | None, kernel: Any, grid: tuple[int], *arguments: Any, **named: Any) -> Launch:
+    """Launch a kernel whose descriptions of tensors, if it makes any, lie in this memory, now and again. Raises
+    ValueError where they do not fit.
+    """
+    if memory is None:
+        return launch(kernel, grid, *arguments, **named)
+
+    def taken(size: int, alignment: int, stream: int | None) -> Tensor:
+        if size > memory.numel():
+            raise ValueError(f"descriptions take {size} bytes, {memory.numel()} were planned")
+        return memory
+
+    context = copy_context()
+    context.run(triton.set_allocator, taken)
+    return partial(context.run, context.run(launch, kernel, grid, *arguments, **named))
 
 
 def early(device: torch.device) -> bool:

@@ -43,3 +43,29 @@ def task_at(tasks_ptr):
         tl.load(tasks_ptr + 6),
         tl.load(tasks_ptr + 7),
     )
+
+
+@triton.jit
+def description(
+    base_ptr,
+    table_ptr,
+    tokens,
+    stride_page,
+    stride_token,
+    SLOTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of one head of K or V at base_ptr, on the first page of the table: `tokens`, of which tiles [SLOTS, BLOCK] are
+    copied. What lies behind them or behind the head comes as 0, whatever is there. At least one is described: `row_of`.
+    """
+    first = base_ptr + tl.load(table_ptr).to(tl.int64) * stride_page
+    return tl.make_tensor_descriptor(first, [tl.maximum(tokens, 1), HEAD_DIM], [stride_token, 1], [SLOTS, BLOCK])
+
+
+@triton.jit
+def row_of(t, tokens):
+    """Where the tile from token t on begins in a description of so many tokens: where there are none, behind the one
+    that is described.
+    """
+    return t + (tokens < 1).to(tl.int32)

@@ -13,12 +13,13 @@ from torch import Tensor
 from sacts.conformance.adapter import PADDING, Case, Refused
 from sacts.reference.spec import AttentionSpec, CandidateKind, CausalRule, EmptyRowRule, FallbackReason, Hints
 
+from .copies import copied, memory_for
 from .index import Lists, csr, distinct
 from .launches import Repeats
-from .limits import q_tile_of, tile_of
+from .limits import programs_of, q_tile_of, tile_of
 from .tables import Tables, tables_of
 from .tasks import Rows, Tasks, tasks_of
-from .tuning import chosen
+from .tuning import chosen, programs
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Plan:
     `kv_indptr`, `kv_indices`: the normalised lists, of a forced row the entry of its forced token alone. int32
     [num_branches * num_tokens], the same of each branch: `token_position`. int32 [num_lists]: `forced` (the token, -1
     elsewhere), `query_ordinals`. [nnz]: `ordinals` int32, of the first token of each entry; `log2_counts` FP32.
+    `descriptions`: memory for those of K and V, where tiles are copied by them (`copies`), uint8.
     `made_for`: the case, as far as it may not change. `masks`: of a fallback, as `sdpa.masks_of` makes them.
     `repeats`: what was launched last.
     """
@@ -75,6 +77,7 @@ class Plan:
     ordinals: Tensor | None = None
     query_ordinals: Tensor | None = None
     log2_counts: Tensor | None = None
+    descriptions: Tensor | None = None
     masks: list[list[Tensor | None]] | None = None
     repeats: Repeats = field(default_factory=Repeats, compare=False)
 
@@ -91,9 +94,10 @@ def plan_of(case: Case) -> Plan:
     ordinals = query_ordinals = None
     if spec.candidate_kind is CandidateKind.SEQUENCE:
         ordinals, query_ordinals = _ordinals(spec, lists, token_position, forced)
+    tasks = _tasks(case, lists, token_request, token_position, forced)
     return Plan(
         made_for=MadeFor(spec, case.hints, case.kv_indices.numel(), device, case.fallback),
-        tasks=_tasks(case, lists, token_request, token_position, forced),
+        tasks=tasks,
         kv_indptr=lists.kv_indptr,
         kv_indices=lists.kv_indices,
         token_position=token_position,
@@ -102,7 +106,16 @@ def plan_of(case: Case) -> Plan:
         ordinals=ordinals,
         query_ordinals=query_ordinals,
         log2_counts=lists.counts.float().log2() if spec.candidate_kind is CandidateKind.MULTISET else None,
+        descriptions=_descriptions(case, tasks),
     )
+
+
+def _descriptions(case: Case, tasks: Tasks) -> Tensor | None:
+    """Memory for the descriptions of all programs, where tiles are copied by them."""
+    spec, hints, device = case.spec, case.hints, case.q.device
+    if not copied(case, tasks.tile):
+        return None
+    return memory_for(programs(tasks.num_tasks * programs_of(spec, hints.route), hints, device), device)
 
 
 def _tasks(case: Case, lists: Lists, token_request: Tensor, token_position: Tensor, forced: Tensor | None) -> Tasks:
@@ -116,7 +129,7 @@ def _tasks(case: Case, lists: Lists, token_request: Tensor, token_position: Tens
     return tasks_of(
         Rows(lists.kv_indptr[:-1], lists.kv_indptr.diff(), spec.block_size, request, repeats, spec.list_heads),
         choice.num_splits,
-        tile_of(spec, choice.tile.kv_tile),
+        tile_of(spec, choice.tile_of(q_tile).kv_tile),
         schedule=hints.schedule,
         q_tile=q_tile,
         least_part=choice.least_part,

@@ -14,7 +14,8 @@ import triton
 from sacts.conformance.adapter import Case
 from sacts.reference.spec import AttentionSpec, DType, Hints, Schedule
 
-from .limits import k_late, programs_of, v_late
+from .copies import aligned, copies, describable
+from .limits import k_late, programs_of, uniform, v_late
 from .tables import padded
 from .words import as_read
 
@@ -29,12 +30,16 @@ CPU_PROCESSORS = 3  # as many as programs that stay in the interpreter
 
 
 class Work(StrEnum):
-    """What bounds a case: K and V from memory, how long a program waits for them, codes to decode, or the products."""
+    """What bounds a case: K and V from memory, how long a program waits for them, codes to decode, or the products. Of
+    these, that K and V are copied by descriptions; and that each token has a list of its own.
+    """
 
     DECODE = "decode"
     ALONE = "alone"
     CODES = "codes"
     PREFILL = "prefill"
+    COPIED = "copied"
+    COPIED_APART = "copied_apart"
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ MEASURED = (
             Work.ALONE: Tile(128, {"num_stages": 3}),
             Work.CODES: Tile(128, {"num_warps": 2, "num_stages": 2}),
             Work.PREFILL: Tile(64, {"num_stages": 3}),
+            Work.COPIED: Tile(128, {"num_stages": 3}),
+            Work.COPIED_APART: Tile(64, {"num_warps": 2, "num_stages": 2}),
         },
     ),
 )
@@ -72,7 +79,8 @@ MEASURED = (
 @dataclass(frozen=True)
 class Choice:
     """What a case is run with: `num_splits` parts at most, of `least_part` slots at least; `q_tile` query tokens at
-    most, and if that is `asked` for also where few of them share a list; the tile.
+    most, and if that is `asked` for also where few of them share a list; the `tile`, and what it is where tokens do not
+    share their lists, `tile_apart`.
     """
 
     num_splits: int
@@ -80,6 +88,11 @@ class Choice:
     q_tile: int
     asked: bool
     tile: Tile
+    tile_apart: Tile
+
+    def tile_of(self, q_tile: int) -> Tile:
+        """The tile of programs of so many tokens."""
+        return self.tile if q_tile > 1 else self.tile_apart
 
 
 def chosen(case: Case) -> Choice:
@@ -94,12 +107,20 @@ def chosen(case: Case) -> Choice:
     tasks = most_tasks(spec, case.kv_indices.numel(), splits, part)
     alone = tasks * programs_of(spec, hints.route) <= processors(device)
     words = all(cache.dtype is torch.int16 for cache in as_read(spec, case.k_cache, case.v_cache))
+    tile = tile_apart = Tile(hints.kv_tile)
+    if not hints.kv_tile:
+        copied = copies(device) and aligned(case) and describable(spec, hints)
+        tile, tile_apart = (
+            tile_for(spec, *here(device), alone=alone, words=words, copied=copied, apart=apart)
+            for apart in (False, True)
+        )
     return Choice(
         num_splits=splits,
         least_part=part,
         q_tile=hints.q_tile or (max(1, LANES // spec.heads_per_list) if several else 1),
         asked=hints.q_tile > 0,
-        tile=Tile(hints.kv_tile) if hints.kv_tile else tile_for(spec, *here(device), alone=alone, words=words),
+        tile=tile,
+        tile_apart=tile_apart,
     )
 
 
@@ -135,13 +156,18 @@ def tile_for(
     *,
     alone: bool = False,
     words: bool = True,
+    copied: bool = False,
+    apart: bool = False,
 ) -> Tile:
-    """What was measured there for such work, see `work_of`, or the default."""
+    """What was measured there for such work, see `work_of`, or the default. `copied`: K and V may be, where a tile lies
+    in one piece; `apart`: tokens do not share their lists.
+    """
     same_size = padded(spec.head_dim_qk) == padded(spec.head_dim_vo) == MEASURED_DIM and spec.dtype is not DType.FP32
     work = work_of(spec, alone=alone, words=words)
     for tuned in MEASURED:
         if (tuned.architecture, tuned.compiler) == (architecture, compiler) and same_size and work:
-            return tuned.tiles[work]
+            tile = tuned.tiles[Work.COPIED_APART if apart else Work.COPIED]
+            return tile if work is Work.PREFILL and copied and uniform(spec, tile.kv_tile) else tuned.tiles[work]
     return ANYWHERE
 
 
