@@ -155,7 +155,7 @@ def parts_of_heads(adapter: Adapter, launcher: Launcher) -> list[Any]:
     """Whether one program that serves the heads of a list and several, whatever the route, get the same; and how many
     programs those were. To a step of out and of FP32: how many rows a product has shows in the last bit of some BLAS.
     """
-    problem = build(parse("decode/bf16/kv:150+9/heads:96-1/dim:32/splits:2/tile:32/pos:rope/sink:on"))
+    problem = build(parse("decode/bf16/kv:90+9/heads:96-1/dim:32/splits:2/tile:32/pos:rope/sink:on"))
     results, programs, whole = [], [], limits.Q_BYTES
     for limits.Q_BYTES in (whole, 2 * 32 * 32):
         case = launcher.case(problem, RANDOM.inputs(problem), problem.hints)
@@ -187,11 +187,21 @@ def before_the_first_key(adapter: Adapter, launcher: Launcher) -> list[Any]:
     return [plan.descriptions is not None, bool((adapter.run(case, plan).out[blind] == 0).all()), int(blind.sum())]
 
 
+def without_pages(adapter: Adapter, launcher: Launcher) -> list[Any]:
+    """A request of no keys, whose page table has no column: whether tiles are copied, and whether out is 0."""
+    problem = build(parse("prefill/bf16/kv:0/q:3/page:64/block:16/tile:16"))
+    case = launcher.case(problem, RANDOM.inputs(problem), problem.hints)
+    space = torch.empty(adapter.workspace_bytes(case), dtype=torch.uint8)
+    case = replace(case, page_table=case.page_table[:, :0].clone(), workspace=space)
+    plan = adapter.plan(case)
+    return [plan.descriptions is not None, bool((adapter.run(case, plan).out == 0).all())]
+
+
 COPIED = (
-    "prefill/bf16/kv:100+37/q:33+8/page:128/block:32/pattern:all/causal:bottom_right/tile:32/qtile:8",
+    "prefill/bf16/kv:100+37/q:9+3/page:128/block:32/pattern:all/causal:bottom_right/tile:32/qtile:4",
     "prefill/fp16/kv:100+37+1/q:4+2+1/page:128/block:32/pattern:all/splits:2/tile:16/pos:alibi/cap:20/sink:on",
     "prefill/bf16/kv:90+50/q:5+3/heads:7-1/dim:80/page:128/block:16/map:high/tile:16",
-    "prefill/bf16/kv:100+37/q:9+8/page:128/block:32/pattern:all/causal:bottom_right/tile:32/branches:2",
+    "prefill/bf16/kv:70+37/q:4+2/page:128/block:32/pattern:all/causal:bottom_right/tile:32/branches:2",
 )
 
 
@@ -243,7 +253,15 @@ def main(cells: list[str]) -> None:
             "sized": [[sized(adapter, case, extra) for extra in (0, 5, -1)] for case in cases[:2]],
         }
         print(json.dumps(said), flush=True)
-    edges = between_windows, widest_window, far_heads, parts_of_heads, before_the_first_key, copied_and_loaded
+    edges = (
+        between_windows,
+        widest_window,
+        far_heads,
+        parts_of_heads,
+        before_the_first_key,
+        without_pages,
+        copied_and_loaded,
+    )
     for edge in edges:
         print(json.dumps({"cell": edge.__name__, "found": edge(adapter, launcher)}), flush=True)
 

@@ -310,6 +310,10 @@ def test_rows_that_see_no_key_are_zero_whatever_stands_in_v(launched: dict[str, 
     assert launched["before_the_first_key"]["found"] == [True, True, 8]
 
 
+def test_a_page_table_without_a_page_is_not_read(launched: dict[str, Any]) -> None:
+    assert launched["without_pages"]["found"] == [True, True]
+
+
 def test_tiles_that_are_copied_and_tiles_that_are_loaded_yield_the_same_bits(launched: dict[str, Any]) -> None:
     assert launched["copied_and_loaded"]["found"] == [[True, True, True]] * 4
 

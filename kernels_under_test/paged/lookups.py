@@ -59,7 +59,7 @@ def description(
     """Of one head of K or V at base_ptr, on the first page of the table: `tokens`, of which tiles [SLOTS, BLOCK] are
     copied. What lies behind them or behind the head comes as 0, whatever is there. At least one is described: `row_of`.
     """
-    first = base_ptr + tl.load(table_ptr).to(tl.int64) * stride_page
+    first = base_ptr + tl.load(table_ptr, mask=tokens > 0, other=0).to(tl.int64) * stride_page
     return tl.make_tensor_descriptor(first, [tl.maximum(tokens, 1), HEAD_DIM], [stride_token, 1], [SLOTS, BLOCK])
 
 
