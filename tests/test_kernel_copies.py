@@ -81,6 +81,12 @@ def test_the_plan_has_memory_for_two_descriptions_in_each_program(able: None) ->
     assert plan.descriptions.numel() == 2 * DESCRIPTION_BYTES * plan.tasks.num_tasks
 
 
+def test_programs_that_share_a_task_have_memory_each(able: None) -> None:
+    plan = Adapter().plan(case_of("prefill/fp32/kv:60/q:3/heads:128-1/dim:256/page:64/block:32/tile:32"))
+    assert plan.descriptions is not None
+    assert plan.descriptions.numel() == 2 * DESCRIPTION_BYTES * plan.tasks.num_tasks * 2
+
+
 BYTES = torch.zeros(8 * 64 * 2 * 64 + 16, dtype=torch.bfloat16)
 CACHE = BYTES[:-16].view(8, 64, 2, 64)
 

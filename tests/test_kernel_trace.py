@@ -31,6 +31,8 @@ RIGHT = (
     "decode/fp16/kv:60/heads:7-1/tile:16",
     "decode/bf16/kv:70+40/heads:8-2/splits:2/tile:16/epilogue:gate/lists:query_head",
     "decode/bf16/kv:70+40/splits:3/tile:16/kcodec:int8/vcodec:fp8_e4m3fn/scales:page_head/route:gather_heads",
+    "decode/bf16/kv:70/tile:16/kcodec:fp8_e4m3fn/vcodec:int8/scales:page",
+    "prefill/bf16/kv:40+9/q:4+2/page:64/block:16/causal:bottom_right/tile:16",  # copied by descriptions
 )
 RISING = "decode/fp32/kv:200/pattern:all/tile:32"
 FAULTS = {

@@ -10,7 +10,7 @@ from test_kernel_tasks import case_of
 
 from sacts.conformance.adapter import Backend
 from sacts.conformance.build import build
-from sacts.kernels_under_test.paged import tuning
+from sacts.kernels_under_test.paged import adapter, tuning
 from sacts.kernels_under_test.paged.adapter import Adapter
 from sacts.kernels_under_test.paged.limits import k_late, v_late
 from sacts.kernels_under_test.paged.tuning import (
@@ -107,15 +107,20 @@ def test_values_in_one_piece_get_the_tiles_of_copies(
     assert chosen(case).tile_of(2) == loaded
 
 
-@pytest.mark.parametrize(("pattern", "tile"), [("all", 128), ("scattered", 64)])
-def test_the_plan_cuts_rows_for_the_queries_that_share_them(
-    monkeypatch: pytest.MonkeyPatch, pattern: str, tile: int
+@pytest.mark.parametrize(("pattern", "work"), [("all", Work.COPIED), ("scattered", Work.COPIED_APART)])
+def test_rows_are_cut_and_launched_for_the_queries_that_share_them(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, work: Work
 ) -> None:
     monkeypatch.setattr(tuning, "here", lambda device: HERE)
     monkeypatch.setattr(tuning, "copies", lambda device: True)
     cell = f"prefill/bf16/kv:2000/q:8/dim:128/page:2048/block:128/pattern:{pattern}"
-    plan = Adapter().plan(case_of(cell.replace("/pattern:scattered", ""), Hints(kv_tile=0, q_tile=0)))
-    assert (plan.tasks.tile, plan.tasks.q_tile > 1) == (tile, pattern == "all")
+    case, tile = case_of(cell.replace("/pattern:scattered", ""), Hints(kv_tile=0, q_tile=0)), MEASURED[0].tiles[work]
+    plan, given = Adapter().plan(case), {}
+    assert (plan.tasks.tile, plan.tasks.q_tile > 1) == (tile.kv_tile, pattern == "all")
+    monkeypatch.setattr(adapter, "launch_with", lambda memory, kernel, grid, *rest, **named: given.update(named))
+    space = torch.empty(Adapter().workspace_bytes(case), dtype=torch.uint8)
+    Adapter().run(replace(case, workspace=space), plan)
+    assert tile.options.items() <= given.items()
 
 
 def test_programs_that_have_a_processor_each_take_larger_tiles() -> None:

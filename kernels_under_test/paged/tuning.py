@@ -167,7 +167,7 @@ def tile_for(
     for tuned in MEASURED:
         if (tuned.architecture, tuned.compiler) == (architecture, compiler) and same_size and work:
             tile = tuned.tiles[Work.COPIED_APART if apart else Work.COPIED]
-            return tile if work is Work.PREFILL and copied and uniform(spec, tile.kv_tile) else tuned.tiles[work]
+            return tile if copied and uniform(spec, tile.kv_tile) else tuned.tiles[work]
     return ANYWHERE
 
 
